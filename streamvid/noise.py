@@ -1,7 +1,7 @@
 """Noise as a function of (seed, chunk, step), so that skipping, resuming or batching never shifts it.
 
-Knows nothing of schedules or models. Step 0 is a chunk's initial noise; step ``i`` is what is mixed in after step
-``i - 1``. Values are drawn on the CPU in fp32 and then moved, so they do not depend on the device.
+Knows nothing of schedules or models. Step 0 is a chunk's initial noise; step ``i`` is what is mixed in after
+step ``i - 1``. Values are drawn on the CPU in fp32 and then moved, so they do not depend on the device.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _key(seed: int, chunk: int, step: int) -> int:
 class CounterNoise:
     """Counter-based noise, one seed a clip of the batch.
 
-    A clip's values depend on its own seed only, never on its place in the batch, and each latent frame is one draw,
-    so a chunk that is cut short has the same noise in the frames it keeps.
+    A clip's values depend on its own seed only, never on its place in the batch, and each latent frame is one
+    draw, so a chunk that is cut short has the same noise in the frames it keeps.
 
     Args:
         seeds: one Python int a clip, 0 to 2**64 - 1.

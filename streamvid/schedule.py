@@ -38,7 +38,8 @@ class FlowSchedule:
         self._index: dict[float, int] = {}
 
     def warp(self, steps: Sequence[int]) -> Tensor:
-        """Nominal steps (1000, 750, ...) as indices into the shifted table ``[len(steps)]``, fp32; 0 stays 0."""
+        """Nominal steps (1000, 750, ...) as indices into the shifted table: ``[len(steps)]`` fp32; 0 stays
+        0."""
         table = torch.cat([self.timesteps, torch.zeros(1)])
         return table[self.num_train_timesteps - torch.as_tensor(list(steps), dtype=torch.long)]
 
@@ -52,11 +53,12 @@ class FlowSchedule:
         return self._index[key]
 
     def sigma(self, timestep: float) -> float:
-        """Sigma of the nearest row. Timestep 0 gives the last row (0.00498 for shift 5), not 0, as upstream."""
+        """Sigma of the nearest row. Timestep 0 gives the last one (0.00498 for shift 5), not 0, as
+        upstream."""
         return float(self.sigmas[self.index(timestep)])
 
     def sigma_of(self, timestep: Times, device: torch.device | str = "cpu") -> Tensor:
-        """Sigmas of ``timestep`` in fp32, shaped ``[..., 1, 1, 1]`` to multiply ``[b, f, c, h, w]`` latents."""
+        """Sigmas of ``timestep``, fp32, shaped ``[..., 1, 1, 1]`` to multiply ``[b, f, c, h, w]`` latents."""
         if isinstance(timestep, Tensor):
             near = (self.timesteps.to(timestep.device) - timestep.float().unsqueeze(-1)).abs().argmin(-1)
             values = self.sigmas.to(timestep.device)[near].to(device)
