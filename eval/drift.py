@@ -1,4 +1,4 @@
-"""How a clip changes from its beginning to its end: any per-frame score by segments, colour and exposure in Lab."""
+"""How a clip changes from its beginning on: any per-frame score by segments, colour and exposure in Lab."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy.stats import wasserstein_distance
+from streamvid.eval.video import lab_means
 
 from streamvid.errors import StreamvidError
-from streamvid.eval.video import lab_means
 
 
 def segments(num_frames: int, length: int) -> list[slice]:
@@ -79,10 +79,10 @@ def colour_drift(
         gray: its luma `[n, H, W]`.
 
     Returns:
-        (figures, curves by segment, Lab means `[n, 3]`). Figures: `colour_drift` and `colour_drift_max` (Lab dE76
-        of segment means from the first), `lab_spread_drift` (the same of the standard deviations),
-        `exposure_slope` (levels of luma a second), `histogram_drift` (1-Wasserstein between luma histograms of
-        the first and last segment, levels), `white_balance_drift` (distance in (ln R/G, ln B/G)).
+        (figures, curves by segment, Lab means `[n, 3]`). Figures: `colour_drift` and `colour_drift_max` (Lab
+        dE76 of segment means from the first), `lab_spread_drift` (the same of the standard deviations),
+        `exposure_slope` (levels of luma a second), `histogram_drift` (1-Wasserstein between the luma
+        histograms of first and last segment, levels), `white_balance_drift` (distance in (ln R/G, ln B/G)).
     """
     means, deviations = lab_means(frames)
     segment_means = np.array([means[part].mean(0) for part in parts])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from streamvid.eval.video import luma
 
 from streamvid.errors import StreamvidError
-from streamvid.eval.video import luma
 
 PSNR_CAP = 100.0
 """Decibels reported for identical frames."""
@@ -46,7 +46,7 @@ def _blur(image: np.ndarray) -> np.ndarray:
 
 
 def _ssim_terms(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """(SSIM, contrast-structure) of two luma images: 11-pixel Gaussian, sigma 1.5, without the 5-pixel rim."""
+    """(SSIM, contrast-structure) of two luma images: 11-pixel Gaussian, sigma 1.5, without its rim."""
     mean_a, mean_b = _blur(a), _blur(b)
     var_a, var_b = _blur(a * a) - mean_a**2, _blur(b * b) - mean_b**2
     structure = (2 * (_blur(a * b) - mean_a * mean_b) + _C2) / (var_a + var_b + _C2)
@@ -63,7 +63,7 @@ def _luma_pair(frames: np.ndarray, reference: np.ndarray) -> list[tuple[np.ndarr
 
 
 def ssim(frames: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Structural similarity of luma, `[n]` (scikit-image's Gaussian form, same numbers, several times quicker)."""
+    """Structural similarity of luma, `[n]` (the numbers of scikit-image's Gaussian form, quicker)."""
     return np.array([_ssim_terms(a, b)[0] for a, b in _luma_pair(frames, reference)])
 
 
@@ -88,7 +88,7 @@ def ms_ssim(frames: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def gradient_similarity(frames: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Mean gradient-magnitude similarity of luma at half size (Xue 2014: Prewitt, c = 170), `[n]`, 1 is equal."""
+    """Mean gradient-magnitude similarity of luma at half size (Xue 2014: Prewitt, c = 170), `[n]`."""
     prewitt = np.array([[1, 0, -1]] * 3, np.float32) / 3
 
     def magnitude(image: np.ndarray) -> np.ndarray:

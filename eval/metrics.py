@@ -1,7 +1,7 @@
 """The table of every figure, and `measure`, which takes them all from one clip.
 
-Three axes that must not be mixed: fidelity to a reference of the same noise, quality of the clip alone, and drift
-from its own beginning. Nothing here uses trained weights except LPIPS, and nothing here is a VBench score.
+Three axes that must not be mixed: fidelity to a reference of the same noise, quality of the clip alone, and
+drift from its own beginning. Nothing here uses trained weights but LPIPS; nothing here is a VBench score.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-
-from streamvid.errors import StreamvidError
 from streamvid.eval import fidelity, motion, quality
 from streamvid.eval.drift import by_segment, colour_drift, drift, middles, segments
 from streamvid.eval.video import as_frames, luma
+
+from streamvid.errors import StreamvidError
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,28 @@ METRICS: dict[str, Metric] = {
     "exposure_slope": Metric("drift", "neither", "levels/s", "slope of mean luma; 0 is best"),
     "histogram_drift": Metric("drift", "lower", "levels", "Wasserstein distance of luma histograms"),
     "white_balance_drift": Metric("drift", "lower", "", "shift of ln R/G and ln B/G"),
+    "judge": Metric("judge", "higher", "", "colour, shape, background and motion as the prompt says, mean"),
+    "judge_last": Metric("judge", "higher", "", "the same in the last segment"),
+    "judge_right": Metric("judge", "higher", "", "1 when all four hold over the clip"),
+    "judge_colour": Metric("judge", "higher", "", "part of the frames with the right object colour"),
+    "judge_shape": Metric("judge", "higher", "", "part of the frames with the right shape"),
+    "judge_background": Metric("judge", "higher", "", "part of the frames with the right background"),
+    "judge_motion": Metric("judge", "higher", "", "1 when the motion is the right one"),
+    "judge_identity": Metric("judge", "higher", "", "1 when the last second shows the first one's object"),
+    "background_error": Metric("judge", "lower", "levels", "RGB error of the background"),
+    "kv_bytes": Metric("cost", "lower", "bytes", "keys and values held at the end"),
+    "kv_peak_bytes": Metric(
+        "cost", "lower", "bytes", "the same at its highest, scratch and staging included"
+    ),
+    "nominal_over_peak": Metric("cost", "higher", "x", "bytes held over bytes at the peak; 1 is no overhead"),
+    "chunk_ms": Metric("cost", "lower", "ms", "median time of a chunk after warm-up"),
+    "chunk_ms_p95": Metric("cost", "lower", "ms", "95th percentile of it"),
+    "first_frame_ms": Metric("cost", "lower", "ms", "request to first frame, text included"),
+    "fps_steady": Metric("cost", "higher", "1/s", "frames of a chunk over its median time"),
+    "denoise_ms": Metric("cost", "lower", "ms", "part of chunk_ms in the transformer's denoising steps"),
+    "context_ms": Metric("cost", "lower", "ms", "part of chunk_ms in the context pass"),
+    "decode_ms": Metric("cost", "lower", "ms", "part of chunk_ms in the decoder"),
+    "compute_fraction": Metric("cost", "lower", "", "transformer work done of what full steps would be"),
 }
 for _name in _DRIFTING:
     METRICS[f"{_name}_drift_absolute"] = Metric("drift", "lower", "", f"|last - first| segment of {_name}")

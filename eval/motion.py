@@ -1,8 +1,8 @@
 """Motion by classical dense flow (OpenCV DIS), and faults in time: flicker, freezing, repeating, chunk seams.
 
-Flow is computed at 8 frames a second or less on luma of 256..512 pixels. Lengths are in pixels of a frame whose
-shorter side is 256, so that sizes can be compared. Proxies in the manner of VBench's dynamic degree and motion
-smoothness, but with other estimators: never to be reported under those names' scores.
+Flow is computed at 8 frames a second or less on luma of 256..512 pixels. Lengths are in pixels of a frame
+whose shorter side is 256, so that sizes can be compared. In the manner of VBench's dynamic degree and motion
+smoothness, but with other estimators: never to be reported as those scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 from scipy.ndimage import gaussian_filter
-
 from streamvid.eval.video import luma, resize
 
 FLOW_FPS = 8.0
@@ -153,7 +152,7 @@ def freeze(frames: np.ndarray) -> float:
 def repetition(frames: np.ndarray, fps: float, thumbnails: int = 160) -> tuple[float, float]:
     """(score, lag in seconds) of the most repeating lag above one second; score 0 is none.
 
-    Mean SSIM of 64-pixel thumbnails at a lag, less the median over lags. A periodic motion scores too, rightly.
+    Mean SSIM of 64-pixel thumbnails at a lag, less the median over lags. A periodic motion scores too.
     """
     step = max(1, round(fps / 8), int(np.ceil(len(frames) / thumbnails)))
     small = luma(resize(frames[::step], 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What can be said of a frame without any trained weights. None of these is a VBench score, nor a stand-in for one."""
+"""What can be said of a frame without trained weights. None of these is a VBench score or replaces one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def sharpness(gray: np.ndarray) -> np.ndarray:
-    """log10(1 + variance of the Laplacian) of luma `[n, H, W]`, `[n]`. The 1 keeps a flat frame finite (at 0)."""
+    """log10(1 + variance of the Laplacian) of luma `[n, H, W]`, `[n]`; a flat frame is 0."""
     return np.array([np.log10(1.0 + cv2.Laplacian(image, cv2.CV_32F).var()) for image in gray])
 
 

@@ -6,8 +6,9 @@ Everything in `streamvid.eval` takes a clip as uint8 RGB `[n, H, W, 3]`. Knows n
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import cv2
 import numpy as np
 
 from streamvid.errors import StreamvidError
+from streamvid.video_io import VideoReader
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
 
@@ -69,32 +71,10 @@ def resize(frames: np.ndarray, long_side: int) -> np.ndarray:
     return np.stack([cv2.resize(frame, size, interpolation=method) for frame in frames])
 
 
-def iterate_video(path: Path) -> Iterator[np.ndarray]:
-    """Frames of a file, one by one, uint8 `[H, W, 3]`. Raises StreamvidError when it cannot be read."""
-    import av
-
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise StreamvidError(f"{path}: has no video stream")
-            for frame in container.decode(video=0):
-                yield frame.to_ndarray(format="rgb24")
-    except (av.error.FFmpegError, OSError) as error:
-        raise StreamvidError(f"{path}: cannot be read as video ({error})") from None
-
-
 def read_video(path: Path, max_frames: int | None = None) -> tuple[np.ndarray, float]:
-    """A whole file as (uint8 `[n, H, W, 3]`, frames a second). Raises StreamvidError."""
-    import av
-
-    frames = []
-    for frame in iterate_video(path):
-        frames.append(frame)
-        if max_frames is not None and len(frames) >= max_frames:
-            break
-    with av.open(str(path)) as container:
-        rate = container.streams.video[0].average_rate
-    return as_frames(frames), float(rate or 16)
+    """A whole file as (uint8 `[n, H, W, 3]`, frames a second). Raises StreamvidError when it cannot be read."""
+    with VideoReader(path) as reader:
+        return as_frames(islice(reader, max_frames)), reader.fps or 16.0
 
 
 def _encode(target: Any, frames: np.ndarray, fps: float, container: str, **stream: Any) -> None:
@@ -111,7 +91,7 @@ def _encode(target: Any, frames: np.ndarray, fps: float, container: str, **strea
 
 
 def write_lossless(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Keep a clip bit for bit (FFV1 in Matroska), atomically: a later fidelity figure must not measure a codec."""
+    """Keep a clip bit for bit (FFV1 in Matroska), atomically: fidelity must not measure a video codec."""
     temporary = path.with_suffix(".part")
     try:
         _encode(str(temporary), as_frames(frames), fps, "matroska", codec="ffv1", pix_fmt="bgr0")
@@ -121,7 +101,7 @@ def write_lossless(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def small_mp4(frames: np.ndarray, fps: float, long_side: int = 256, quality: int = 26) -> bytes:
-    """An H.264 copy for a page: at most `long_side` pixels, short key-frame distance so that scrubbing is quick."""
+    """An H.264 copy for a page: at most `long_side` pixels, key frames close together for scrubbing."""
     if max(frames.shape[1:3]) > long_side:
         frames = resize(frames, long_side)
     height, width = (side - side % 2 for side in frames.shape[1:3])
