@@ -163,7 +163,7 @@ def make_runner(renderer: str, study: Study, folder: Path, workers: int) -> Call
                 other = read_video(path)[0]
             else:
                 row["warning"] = "no fidelity: the reference failed"
-        row |= measured(study, rendered, cell.prompt, other)
+        row |= measured(study, rendered, cell.prompt, other) | {"reference": reference}
         row["seconds"] = {"render": rendered_at - began, "measure": time.perf_counter() - rendered_at}
         return plain(row)
 

@@ -101,9 +101,15 @@ def write_lossless(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def small_mp4(frames: np.ndarray, fps: float, long_side: int = 256, quality: int = 26) -> bytes:
-    """An H.264 copy for a page: at most `long_side` pixels, key frames close together for scrubbing."""
-    if max(frames.shape[1:3]) > long_side:
+    """An H.264 copy for a page: at most `long_side` pixels, key frames close together for scrubbing.
+
+    A clip of half that size or less is enlarged by whole pixels first: yuv420p halves the resolution of colour.
+    """
+    side = max(frames.shape[1:3])
+    if side > long_side:
         frames = resize(frames, long_side)
+    elif long_side // side > 1:
+        frames = frames.repeat(long_side // side, axis=1).repeat(long_side // side, axis=2)
     height, width = (side - side % 2 for side in frames.shape[1:3])
     frames = np.ascontiguousarray(frames[:, : max(2, height), : max(2, width)])
     buffer = io.BytesIO()

@@ -13,7 +13,17 @@ import cv2
 import numpy as np
 
 from streamvid.tiny.captions import Attributes, parse
-from streamvid.tiny.world import AMPLITUDE, BACKGROUND_RGB, FOLDS, PERIOD, PULSE_PERIOD, RADII, RGB, SIDE, SPIN
+from streamvid.tiny.world import (
+    AMPLITUDE,
+    BACKGROUND_RGB,
+    FOLDS,
+    PERIOD,
+    PULSE_PERIOD,
+    RADII,
+    RGB,
+    SIDE,
+    SPIN,
+)
 from streamvid.tiny.world import coverage as draw
 
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour

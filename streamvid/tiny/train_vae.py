@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
 from streamvid.tiny.codec import decode_raw, encode_parameters, make_vae
