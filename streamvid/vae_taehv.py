@@ -46,9 +46,10 @@ class TAEHVDecoder:
     def decode_raw(self, latents: Tensor) -> Tensor:
         """``temporal`` pictures for every latent frame, in the network's dtype, not clamped and not trimmed."""
         check_latents(latents, self.geometry)
+        latents = latents.to(self.model.device, self.model.dtype)
         out = [
-            run_stack(self.model.decoder, frame, self._memory)
-            for frame in latents.to(self.model.device, self.model.dtype).split(1, dim=1)
+            run_stack(self.model.decoder, latents[:, number : number + 1], self._memory)
+            for number in range(latents.shape[1])
         ]
         if not out:
             b, _, _, h, w = latents.shape

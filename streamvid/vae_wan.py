@@ -90,9 +90,9 @@ class WanDecoder:
         z = latents.to(self._mean) * self._std + self._mean
         z = z.to(self.vae.dtype).transpose(1, 2)
         out = []
-        for frame in z.split(1, dim=2):
+        for number in range(z.shape[2]):
             first = self._cache.empty
-            x = self.vae.post_quant_conv(frame)
+            x = self.vae.post_quant_conv(z[:, :, number : number + 1])
             out.append(self.vae.decoder(x, feat_cache=self._cache.slots, feat_idx=[0], first_chunk=first))
         if not out:
             b, _, _, h, w = latents.shape
