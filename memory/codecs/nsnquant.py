@@ -27,12 +27,12 @@ ENTRIES = 256
 
 
 @lru_cache(maxsize=8)
-def build_codebook(width: int, samples: int = 1 << 15, iterations: int = 30) -> Tensor:
-    """256 vectors ``[256, width]`` (fp32, CPU) that fit standard normal noise, by k-means; a second or two."""
+def build_codebook(width: int, samples: int = 1 << 14, iterations: int = 25) -> Tensor:
+    """256 vectors ``[256, width]`` (fp32, CPU) that fit standard normal noise, by k-means; under a second."""
     noise = torch.randn(samples, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
     table = noise[:ENTRIES].clone()
     for _ in range(iterations):
-        near = torch.cat([torch.cdist(part, table).argmin(1) for part in noise.split(4096)])
+        near = (noise @ table.T - table.square().sum(1) / 2).argmax(1)
         sums = torch.zeros_like(table).index_add_(0, near, noise)
         sizes = torch.bincount(near, minlength=ENTRIES)[:, None]
         table = torch.where(sizes > 0, sums / sizes.clamp(min=1), table)

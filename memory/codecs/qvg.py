@@ -8,8 +8,9 @@ scale. More stages cluster the residual again. Bytes of bf16 at 37,440 tokens a 
 residual then rounds to zero. ``rule="search"`` takes, for each block, the share of ``absmax`` with the least squared
 error; the bytes are the same.
 
-Deviations: a span of fewer tokens gets fewer centroids, or they would outweigh what they save; first centroids are evenly spaced tokens unless ``init=random``, so that the result depends on nothing
-but the data; one fp32 factor a head keeps small values inside E4M3's range.
+Deviations: a span of fewer tokens gets fewer centroids, or they would outweigh what they save; first centroids are
+evenly spaced tokens unless ``init=random``, so that the result depends on nothing but the data; one fp32 factor a
+head keeps small values inside E4M3's range.
 """
 
 from __future__ import annotations
