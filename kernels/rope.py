@@ -110,7 +110,7 @@ class GridRope:
         self._tables: dict[tuple[float, ...], Tensor] = {}
 
     def table(self, frames: tuple[float, ...]) -> Tensor:
-        """``[len(frames) * rows * columns, 1, head_dim / 2]`` for frames at these temporal positions, in raster order."""
+        """``[len(frames) * rows * columns, 1, head_dim / 2]`` for frames at these positions, in raster order."""
         found = self._tables.pop(frames, None)
         if found is None:
             time = axis_table(torch.tensor(frames, dtype=torch.float64), self._pairs[0], self.dtype)

@@ -16,6 +16,21 @@ from torch import Tensor
 
 from streamvid.memory.geometry import KVGeometry
 
+
+def _recode(codec: Any, packed: Any, *, region: str, age: int) -> Any:
+    """The block as the codec wants it at its new place; the same object if nothing changes."""
+    if codec.tier(region, age) == packed.tier:
+        return packed
+    return codec.encode(*codec.decode(packed), region=region, age=age)
+
+
+def _waiting_codec() -> Any:
+    """How frames are held until a codec that packs spans has enough of them."""
+    from streamvid.memory.codecs.none import NoCodec
+
+    return NoCodec()
+
+
 @dataclass(eq=False)
 class Entry:
     """A run of tokens: normally one latent frame in raster order."""
@@ -35,8 +50,8 @@ class Entry:
     codec: Any = None
     """The codec that packed it; None if in slots."""
     positions: Tensor | None = None
-    """fp32 ``[b | 1, length, group heads | 1, 3]`` (frame relative to the origin ``t[0]``, row, column) of tokens that are
-    not whole frames; None: raster order on the grid."""
+    """fp32 ``[b | 1, length, group heads | 1, 3]`` (frame relative to the origin ``t[0]``, row, column) of tokens that
+    are not whole frames; None: raster order on the grid."""
     count: Tensor | None = None
     """fp32 ``[b | 1, length, group heads | 1]``: how many tokens each one stands for (adds its log to the logit)."""
     rope: bool = True
@@ -127,7 +142,7 @@ class Bank:
         )
 
     def runs(self, entry: Entry) -> list[tuple[int, int]]:
-        """Token row ranges ``(start, stop)`` of an entry in ``k`` and ``v``, in token order, joined where they touch."""
+        """Row ranges ``(start, stop)`` of an entry in ``k`` and ``v``, in token order, joined where they touch."""
         runs: list[tuple[int, int]] = []
         left, size = entry.length, self.tokens_per_frame
         for slot in entry.slots:
@@ -197,9 +212,7 @@ class Bank:
             raise ValueError(
                 f"{k.shape[1]} tokens are not {len(t)} frames of {self.tokens_per_frame}; give their positions"
             )
-        entry = Entry(
-            region, frames, t, k.shape[1], positions=positions, count=count, rope=rope
-        )
+        entry = Entry(region, frames, t, k.shape[1], positions=positions, count=count, rope=rope)
         if self.codec is not None:
             entry.codec, entry.packed = self.codec, self.codec.encode(k, v, region=region, age=0)
         else:
@@ -225,7 +238,7 @@ class Bank:
 
     def pack_current(self, k: Tensor, v: Tensor) -> None:
         """Pack the chunk's un-rotated keys and values (context pass, with a codec)."""
-        codec = self.codec if self.codec.span_frames == 1 else NoCodec()
+        codec = self.codec if self.codec.span_frames == 1 else _waiting_codec()
         size = self.tokens_per_frame
         for i, entry in enumerate(self.current):
             rows = slice(i * size, (i + 1) * size)
@@ -247,6 +260,16 @@ class Bank:
         for entry in self.current:
             self._forget_rotation(entry.slots[0])
 
+    def read_current(self) -> tuple[Tensor, Tensor]:
+        """The chunk's un-rotated keys and values as last written to its slots, raster order."""
+        runs = self.current_runs()
+        return tuple(  # type: ignore[return-value]
+            x[:, runs[0][0] : runs[0][1]]
+            if len(runs) == 1
+            else torch.cat([x[:, a:b] for a, b in runs], dim=1)
+            for x in (self.k, self.v)
+        )
+
     def current_runs(self) -> list[tuple[int, int]]:
         """Row ranges of the current region."""
         slots = tuple(slot for entry in self.current for slot in entry.slots)
@@ -254,9 +277,7 @@ class Bank:
 
     def current_rows(self) -> Tensor:
         """Row of every current token, int64."""
-        return torch.cat(
-            [torch.arange(a, b, device=self.k.device) for a, b in self.current_runs()]
-        )
+        return torch.cat([torch.arange(a, b, device=self.k.device) for a, b in self.current_runs()])
 
     def promote(self) -> None:
         """Append the current chunk to the committed entries, as region "recent"."""
@@ -264,6 +285,50 @@ class Bank:
             entry.region = "recent"
         self.entries += self.current
         self.current = []
+
+    def recode(self) -> None:
+        """Give every packed entry the form its codec wants at its present region and age; join whole spans."""
+        span = self.codec.span_frames
+        if span > 1:
+            self._join_spans(span)
+        for entry in self.entries:
+            if entry.packed is not None and entry.codec is self.codec:
+                entry.packed = _recode(self.codec, entry.packed, region=entry.region, age=self.age(entry))
+
+    def _join_spans(self, span: int) -> None:
+        """Encode runs of ``span`` neighbouring frames of one region, not yet encoded, as one entry."""
+        waiting: list[Entry] = []
+        for entry in list(self.entries):
+            fits = (
+                entry.codec is not self.codec
+                and entry.positions is None
+                and entry.rope
+                and entry.count is None
+            )
+            if not fits or (waiting and entry.region != waiting[0].region):
+                waiting = []
+            if not fits:
+                continue
+            waiting.append(entry)
+            if len(waiting) == span:
+                self._join(waiting)
+                waiting = []
+
+    def _join(self, entries: list[Entry]) -> None:
+        pairs = [self.read(entry) for entry in entries]
+        first = entries[0]
+        joined = Entry(
+            first.region,
+            tuple(frame for entry in entries for frame in entry.frames),
+            tuple(t for entry in entries for t in entry.t),
+            sum(entry.length for entry in entries),
+            codec=self.codec,
+        )
+        k, v = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+        joined.packed = self.codec.encode(k, v, region=first.region, age=self.age(entries[-1]))
+        at = self.entries.index(first)
+        self.drop(entries)
+        self.entries.insert(at, joined)
 
     def discard(self) -> None:
         """Forget the current chunk."""

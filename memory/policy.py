@@ -1,7 +1,7 @@
 """What a memory policy decides, and how to write one.
 
-A policy is ONE keyword-only dataclass in ``memory/policies/<name>.py`` plus one line in ``POLICIES``. Its fields are its
-settings. It holds no state of a stream: everything that must survive a chunk lives in ``bank.entries`` and
+A policy is ONE keyword-only dataclass in ``memory/policies/<name>.py`` plus one line in ``POLICIES``. Its fields are
+its settings. It holds no state of a stream: everything that must survive a chunk lives in ``bank.entries`` and
 ``bank.state`` (named tensors), which the cache snapshots, counts and restores for it.
 
 The store is a list of `Bank`s, one for every layer and group of heads. A bank holds `Entry` records in READ ORDER
@@ -19,9 +19,9 @@ One chunk, and the hooks in the order in which they are called (all optional; th
    ``observe(bank, seen)`` in every pass and in the context pass: accumulate statistics of queries into ``bank.notes``
    (dropped with the chunk unless ``commit`` copies them into ``bank.state``). Never keep whole queries without need.
 3. the context pass (clean latents): attention once more, ``observe`` with ``seen.stage == "context"``.
-4. ``commit(bank, chunk)``, once a bank, in order of layers, after the whole context pass: the ONLY place that may change
-   a bank. The chunk's frames have been appended to ``bank.entries`` with region "recent"; now score, select, merge, edit
-   or drop. ``bank.drop``, ``bank.read``, ``bank.overwrite``, ``bank.add`` and ``bank.keep_tokens`` move the data.
+4. ``commit(bank, chunk)``, once a bank, in order of layers, after the whole context pass: the ONLY place that may
+   change a bank. The chunk's frames have been appended to ``bank.entries`` with region "recent"; now score, select,
+   merge, edit or drop. ``bank.drop``, ``bank.read``, ``bank.overwrite`` and ``bank.add`` move the data.
    Decisions shared by layers go into ``chunk.shared`` (a dict that dies with the chunk).
    Afterwards at most ``capacity - chunk.next_count`` frames may be left: the next chunk is written into the slots that
    were freed, so that nothing is ever shifted or cloned, and an aborted chunk needs no undo.
@@ -64,7 +64,7 @@ class Chunk:
     next_count: int
     """Frames to leave free at commit for the next chunk; 0 if the cache keeps staged entries (``retain``)."""
     skip: int = 0
-    """Leading frames that are computed but whose keys and values are neither seen nor kept (re-cache with a kept sink)."""
+    """Leading frames computed as queries only, their keys and values neither seen nor kept (re-cache, kept sink)."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Decisions shared between layers; dropped with the chunk."""
 
@@ -81,7 +81,7 @@ class Plan:
     visible: list[Entry]
     """Entries of the bank, in read order."""
     t: list[Times]
-    """Temporal position of each frame of each visible entry. Of an entry with ``positions``: one number, added to them."""
+    """Temporal position of each frame of each visible entry. Of one with ``positions``: one number, added to them."""
     query_t: Times
     """Temporal position of each frame of the chunk (queries and their own keys)."""
     bias: list[float] | None = None
@@ -107,7 +107,7 @@ class Seen:
     rotate_q: Any
     """``rotate_q() -> Tensor``: the queries at their planned positions."""
     view: Any
-    """``view() -> (k, v)``: rotated keys and values this pass attends to (committed tokens first or in storage order)."""
+    """``view() -> (k, v)``: rotated keys and values this pass attends to."""
 
 
 class MemoryPolicy:
@@ -143,7 +143,7 @@ class MemoryPolicy:
         """Decide what stays after the chunk."""
 
     def on_prompt(self, bank: Bank, event: dict[str, Any]) -> None:
-        """React to a new prompt between chunks; ``event`` carries what the stream knows (see `KVCache.prompt_changed`)."""
+        """React to a new prompt between chunks; ``event``: what the stream knows (see `KVCache.prompt_changed`)."""
 
 
 def overrides(policy: MemoryPolicy, hook: str) -> bool:

@@ -30,7 +30,7 @@ def absolute(entries: Sequence[Entry], chunk: Chunk) -> Placed:
 
 
 def slot(entries: Sequence[Entry], chunk: Chunk) -> Placed:
-    """SLOT: 0, 1, 2, ... over the view in read order, the chunk last (StreamingLLM; Infinity-RoPE's block-relative RoPE)."""
+    """SLOT: 0, 1, 2, ... over the view in read order, the chunk last (StreamingLLM, Infinity-RoPE)."""
     placed: list[Times] = []
     at = 0
     for entry in entries:
@@ -40,7 +40,7 @@ def slot(entries: Sequence[Entry], chunk: Chunk) -> Placed:
 
 
 def sink_shift(entries: Sequence[Entry], chunk: Chunk) -> Placed:
-    """SINK_SHIFT: the sink directly before the oldest other frame, everything else absolute (Deep Forcing's deep sink)."""
+    """SINK_SHIFT: the sink directly before the oldest other frame, the rest absolute (Deep Forcing's deep sink)."""
     rest = [t for entry in entries if entry.region != "sink" for t in entry.t]
     sinks = sum(len(entry.t) for entry in entries if entry.region == "sink")
     at = min([*rest, *chunk.frames]) - sinks

@@ -24,16 +24,17 @@ class Scratch:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, fill: float | None = None) -> None:
         self.buffer = torch.empty(0, dtype=dtype, device=device)
-        self._fill, self._at = fill, 0
+        self._fill, self._at, self.grew = fill, 0, False
 
     def begin(self) -> None:
         """A new call: everything taken before may be overwritten."""
-        self._at = 0
+        self._at, self.grew = 0, False
 
     def take(self, *shape: int) -> Tensor:
         """An uninitialised tensor of this shape, valid until the next `begin`."""
         need = self._at + math.prod(shape)
         if need > self.buffer.numel():
+            self.grew = True
             self.buffer = torch.empty(need, dtype=self.buffer.dtype, device=self.buffer.device)
             if self._fill is not None:
                 self.buffer.fill_(self._fill)
@@ -98,7 +99,9 @@ class View:
         _concatenate(bank, self.plan.visible, all_keys, all_values)
         index = select[..., None] if select.ndim == 3 else select[..., None, None]
         index = index.expand(keys.shape)
-        torch.gather(all_keys, 1, index, out=keys) if keys.is_contiguous() else keys.copy_(all_keys.gather(1, index))
+        torch.gather(all_keys, 1, index, out=keys) if keys.is_contiguous() else keys.copy_(
+            all_keys.gather(1, index)
+        )
         values.copy_(all_values.gather(1, index))
 
     def _refresh(self, bank: Bank) -> Tensor:
@@ -165,12 +168,14 @@ def resolve(bank: Bank, plan: Plan, rope: GridRope, limit: int, skip: int) -> Vi
     rows = None if plan.select is not None else _contiguous(bank, pieces + current)
     ordered = sorted(pieces + current, key=lambda piece: piece.slots[0]) if rows else pieces + current
     table = _table(ordered, rope, base)
-    bias = _bias(ordered)
+    bias = _bias(ordered, rope.device)
     committed = sum(piece.length for piece in pieces)
     if plan.select is not None:
         committed = plan.select.shape[1]
         table, bias = _selected(plan.select, table, bias, sum(piece.length for piece in pieces))
-    shadow = bank.shadow and rows is not None and all(p.entry.rope and p.entry.positions is None for p in ordered)
+    shadow = (
+        bank.shadow and rows is not None and all(p.entry.rope and p.entry.positions is None for p in ordered)
+    )
     query_table = rope.table(tuple(t - base for t in plan.query_t))
     return View(plan, ordered, rows, table, query_table, _squeeze(bias), base, committed, shadow)
 
@@ -206,7 +211,9 @@ def _table(pieces: list[Piece], rope: GridRope, base: int) -> Tensor:
             part = torch.ones(1, piece.length, 1, rope.head_dim // 2, dtype=rope.dtype, device=rope.device)
         elif piece.entry.positions is not None:
             placed = piece.entry.positions.to(torch.float64)
-            placed = placed + torch.tensor([piece.times[0] - base, 0.0, 0.0], dtype=torch.float64).to(placed.device)
+            placed = placed + torch.tensor([piece.times[0] - base, 0.0, 0.0], dtype=torch.float64).to(
+                placed.device
+            )
             part = rope_table(placed, rope.head_dim, rope.dtype)
         else:
             part = rope.table(tuple(t - base for t in piece.times)).unsqueeze(0)
@@ -220,12 +227,11 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.expand(batch, -1, heads, *part.shape[3:]) for part in parts], dim=1)
 
 
-def _bias(pieces: list[Piece]) -> Tensor | None:
+def _bias(pieces: list[Piece], device: torch.device) -> Tensor | None:
     """``[b | 1, n, heads | 1]`` or None if all are zero."""
     counts = [piece.entry.count for piece in pieces]
     if all(count is None for count in counts) and not any(piece.bias for piece in pieces):
         return None
-    device = next((count.device for count in counts if count is not None), pieces[0].entry_device())
     parts = []
     for piece, count in zip(pieces, counts, strict=True):
         part = torch.zeros(1, piece.length, 1, device=device) if count is None else count.float().log()
@@ -233,7 +239,9 @@ def _bias(pieces: list[Piece]) -> Tensor | None:
     return _cat(parts)
 
 
-def _selected(select: Tensor, table: Tensor, bias: Tensor | None, committed: int) -> tuple[Tensor, Tensor | None]:
+def _selected(
+    select: Tensor, table: Tensor, bias: Tensor | None, committed: int
+) -> tuple[Tensor, Tensor | None]:
     """Table and bias after choosing ``select`` of the first ``committed`` tokens."""
     table = table.unsqueeze(0) if table.ndim == 3 else table
     index = select if select.ndim == 3 else select[..., None]

@@ -21,7 +21,9 @@ class Full(MemoryPolicy):
 
     def validate(self, geometry: KVGeometry, chunk_frames: int) -> None:
         if self.limit is not None and self.limit < chunk_frames:
-            raise ValueError(f"full: limit={self.limit} is smaller than one chunk of {chunk_frames} latent frames")
+            raise ValueError(
+                f"full: limit={self.limit} is smaller than one chunk of {chunk_frames} latent frames"
+            )
 
     def capacity(self, geometry: KVGeometry, layer: int, group: int, chunk_frames: int) -> int | None:
         return self.limit

@@ -40,7 +40,9 @@ class Window(MemoryPolicy):
         if self.newest is not None and self.positions != "unified":
             raise ValueError("window: newest is only used with positions=unified")
         if self.positions == "unified" and self.size > self._newest + 1:
-            raise ValueError(f"window: positions=unified needs size <= newest + 1 = {self._newest + 1}, got {self.size}")
+            raise ValueError(
+                f"window: positions=unified needs size <= newest + 1 = {self._newest + 1}, got {self.size}"
+            )
 
     @property
     def _newest(self) -> int:
