@@ -6,6 +6,7 @@ Each (batch item, head, query block) is a problem of its own; those with the sam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch import Tensor
 from .backends import Dense
 from .types import BlockMap
 
-MAX_GATHERED = 1 << 26  # elements of k (and of v) gathered at a time where counts cannot be read on the host
+HOST_GATHER = 1 << 18
+"""Elements of k gathered at a time on the CPU: 1 MiB stays near the cache, and the allocator keeps it."""
+DEVICE_GATHER = 1 << 26
+"""The same on other devices."""
 
 
 def dense_mask(blocks: BlockMap) -> Tensor:
@@ -37,19 +41,83 @@ def block_of_token(table: Tensor, num_tokens: int) -> Tensor:
     return owner[:num_tokens]
 
 
-def _buckets(blocks: BlockMap, counts: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+@dataclass(frozen=True)
+class _Gather:
+    """Problems with the same number of keys, as rows of flattened tensors."""
+
+    shape: tuple[int, int, int]
+    """Problems, queries of each, keys of each."""
+    query_rows: Tensor
+    """Rows of ``[b * nq * h]`` to read; any row at places without a token."""
+    key_rows: Tensor
+    """Rows of ``[b * n * hg]`` to read."""
+    out_rows: Tensor
+    """Rows of ``[b * nq * h + 1]`` to write; places without a token go to the last."""
+    bias: Tensor | None
+    """fp32 ``[problems, keys]``: the map's own bias, and ``-inf`` where there is no key."""
+    bias_index: Tensor
+    """Where each key's own bias is in ``[hg * n]``, for views that have one for each head."""
+
+
+def _buckets(counts: Tensor, width: int, row_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Problems that gather the same number of blocks, as (number, ids)."""
-    if counts.device.type == "cpu":
-        found: dict[int, list[int]] = {}
-        for problem, count in enumerate(counts.flatten().tolist()):
-            found.setdefault(count, []).append(problem)
-        for count, problems in found.items():
-            yield count, torch.tensor(problems)
+    if counts.device.type != "cpu":  # reading the counts would wait for the device: gather all, hide the rest
+        step = max(1, DEVICE_GATHER // max(1, width * row_elements))
+        for problems in torch.arange(counts.numel(), device=counts.device).split(step):
+            yield width, problems
         return
-    width = blocks.indices.shape[3]  # reading the counts would wait for the device: gather all, mask the rest
-    step = max(1, MAX_GATHERED // max(1, width * blocks.keys.size * size))
-    for problems in torch.arange(counts.numel(), device=counts.device).split(step):
-        yield width, problems
+    found: dict[int, list[int]] = {}
+    for problem, count in enumerate(counts.flatten().tolist()):
+        if count:
+            found.setdefault(count, []).append(problem)
+    for count, problems in found.items():
+        for piece in torch.tensor(problems).split(max(1, HOST_GATHER // (count * row_elements))):
+            yield count, piece
+
+
+def _plan(blocks: BlockMap, batch: int, places: tuple[int, ...], head_dim: int) -> list[_Gather]:
+    """Everything about the gathers of a map that does not depend on q, k and v."""
+    device, on_host = blocks.indices.device, blocks.indices.device.type == "cpu"
+    nq, n, hg, h = blocks.queries.num_tokens, blocks.keys.num_tokens, blocks.indices.shape[1], len(places)
+    q_tokens = blocks.queries.tokens(device).long()
+    k_tokens = blocks.keys.tokens(device).long()
+    holes = blocks.keys.table is not None or n % blocks.keys.size != 0
+    place = torch.tensor(places, device=device)
+    rows = len(q_tokens)
+    counts = blocks.counts.index_select(1, place).expand(batch, h, rows)
+    plan = []
+    for count, problems in _buckets(counts, blocks.indices.shape[3], blocks.keys.size * head_dim):
+        item, head, row = problems // (h * rows), problems // rows % h, problems % rows
+        at = place[head]
+        listed = blocks.indices[item if blocks.indices.shape[0] > 1 else 0, at, row, :count].long()
+        absent = None
+        if not on_host:
+            absent = torch.arange(count, device=device) >= counts.flatten()[problems][:, None]
+            listed = listed.masked_fill(absent, 0)
+        keys = k_tokens[listed]
+        bias = None
+        if holes or absent is not None or blocks.bias is not None:
+            bias = torch.zeros(keys.shape, device=device).masked_fill(keys < 0, -torch.inf)
+            if blocks.bias is not None:
+                bias = bias + blocks.bias[at[:, None], listed][..., None]
+            if absent is not None:
+                bias = bias.masked_fill(absent[..., None], -torch.inf)
+            bias = bias.flatten(1)
+        keys = keys.flatten(1).clamp_min(0)
+        tokens = q_tokens[row]
+        query_rows = (item[:, None] * nq + tokens.clamp_min(0)) * h + head[:, None]
+        out_rows = query_rows.masked_fill(tokens < 0, batch * nq * h)
+        plan.append(
+            _Gather(
+                shape=(len(problems), tokens.shape[1], keys.shape[1]),
+                query_rows=query_rows.flatten(),
+                key_rows=((item[:, None] * n + keys) * hg + at[:, None]).flatten(),
+                out_rows=out_rows.flatten(),
+                bias=bias,
+                bias_index=at[:, None] * n + keys,
+            )
+        )
+    return plan
 
 
 def attend_blocks(
@@ -78,57 +146,26 @@ def attend_blocks(
         Output ``[b, nq, h, d]`` and log-sum-exp ``[b, h, nq]``; 0 and ``-inf`` where nothing is read.
     """
     b, nq, h, d = q.shape
-    n, hg = k.shape[1:3]
-    device = q.device
-    q_tokens = blocks.queries.tokens(device).long()
-    k_tokens = blocks.keys.tokens(device).long()
-    padded = blocks.keys.table is not None or n % blocks.keys.size != 0
-    rows = len(q_tokens)
-    place = torch.tensor(places, device=device)
-    counts = blocks.counts.index_select(1, place).expand(b, h, rows)
-    q_flat, k_flat, v_flat = (x.contiguous().view(-1, d) for x in (q, k, v))
-    out = torch.zeros_like(q_flat)
-    lse = torch.full((b * h * (nq + 1),), -torch.inf, device=device)
-    for count, problems in _buckets(blocks, counts, d):
-        if count == 0:
-            continue
-        item, head, row = problems // (h * rows), problems // rows % h, problems % rows
-        at = place[head]
-        listed = blocks.indices[item if blocks.indices.shape[0] > 1 else 0, at, row, :count].long()
-        if device.type != "cpu":
-            absent = torch.arange(count, device=device) >= counts.flatten()[problems][:, None]
-            listed = listed.masked_fill(absent, 0)
-        keys = k_tokens[listed].flatten(1)
-        extra = None
-        if padded:
-            extra = torch.zeros(keys.shape, device=device).masked_fill(keys < 0, -torch.inf)
-            keys = keys.clamp_min(0)
-        if device.type != "cpu":
-            hidden = absent.repeat_interleave(blocks.keys.size, 1)
-            extra = torch.zeros(keys.shape, device=device) if extra is None else extra
-            extra = extra.masked_fill(hidden, -torch.inf)
+    plan = blocks.plans.get((b, places))
+    if plan is None:
+        plan = blocks.plans[b, places] = _plan(blocks, b, places, d)
+    q_flat, k_flat, v_flat = (x.reshape(-1, d) for x in (q, k, v))
+    out = q.new_zeros(b * nq * h + 1, d)
+    lse = torch.full((b * nq * h + 1,), -torch.inf, device=q.device)
+    for gather in plan:
+        problems, queries, keys = gather.shape
+        extra = gather.bias
         if bias is not None:
-            line = bias[at[:, None] if bias.shape[0] > 1 else 0, keys]
-            extra = line if extra is None else extra + line
-        if blocks.bias is not None:
-            line = blocks.bias[at[:, None], listed].repeat_interleave(blocks.keys.size, 1)
-            extra = line if extra is None else extra + line
-        key_rows = ((item[:, None] * n + keys) * hg + at[:, None]).flatten()
-        kept = (len(problems), keys.shape[1], d)
-        gk = k_flat.index_select(0, key_rows).view(kept).transpose(0, 1)[None]
-        gv = v_flat.index_select(0, key_rows).view(kept).transpose(0, 1)[None]
-        tokens = q_tokens[row]
-        real = tokens >= 0
-        query_rows = (item[:, None] * nq + tokens.clamp_min(0)) * h + head[:, None]
-        gq = q_flat.index_select(0, query_rows.flatten()).view(*tokens.shape, d).transpose(0, 1)[None]
+            own = bias.expand(k.shape[2], -1).reshape(-1)[gather.bias_index]
+            extra = own if extra is None else extra + own
+        # A problem takes the place of a head, as a bias may differ between heads but not between batch items.
+        gq = q_flat.index_select(0, gather.query_rows).view(1, problems, queries, d).transpose(1, 2)
+        gk, gv = (
+            flat.index_select(0, gather.key_rows).view(1, problems, keys, d).transpose(1, 2)
+            for flat in (k_flat, v_flat)
+        )
         part, part_lse = dense(gq, gk, gv, extra, scale, True)
         assert part_lse is not None
-        part = part[0].transpose(0, 1).reshape(-1, d)
-        lse_rows = (item[:, None] * h + head[:, None]) * (nq + 1) + torch.where(real, tokens, nq)
-        lse.index_copy_(0, lse_rows.flatten(), part_lse[0].float().flatten())
-        if blocks.queries.table is None and nq % blocks.queries.size == 0:
-            out.index_copy_(0, query_rows.flatten(), part)
-        else:  # places without a token go to a row that is thrown away
-            spare = torch.where(real, query_rows, out.shape[0]).flatten()
-            out = torch.cat([out, out.new_zeros(1, d)]).index_copy_(0, spare, part)[:-1]
-    return out.view(b, nq, h, d), lse.view(b, h, nq + 1)[..., :nq].contiguous()
+        out.index_copy_(0, gather.out_rows, part[0].transpose(0, 1).reshape(-1, d))
+        lse.index_copy_(0, gather.out_rows, part_lse[0].float().reshape(-1))
+    return out[:-1].view(b, nq, h, d), lse[:-1].view(b, nq, h).transpose(1, 2)

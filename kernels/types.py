@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -104,6 +104,8 @@ class BlockMap:
     keys: Blocks
     bias: Tensor | None = None
     """fp32 ``[hg, key blocks]``, added to every logit of a block."""
+    plans: dict[tuple, list] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What a backend worked out from the map; a map lives for a chunk, and all its steps reuse this."""
 
     def __post_init__(self) -> None:
         if self.indices.dim() != 4 or self.counts.shape != self.indices.shape[:3]:
