@@ -138,6 +138,7 @@ def _launch(
         Q_TABLE=queries.table is not None, K_TABLE=keys.table is not None,
         CARRY=carry, WIDE=wide, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
