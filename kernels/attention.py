@@ -16,6 +16,7 @@ from torch import Tensor
 from .backends import BACKENDS, Backend
 from .blocks import attend_blocks
 from .quantise import dequantise
+from .rope import rotate
 from .types import KVView, PackedTensor
 
 Group = tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]
@@ -135,8 +136,6 @@ def _tensors(view: KVView, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Plain rotated keys, and values, of a view."""
     k, v = (dequantise(x) if isinstance(x, PackedTensor) else x for x in (view.k, view.v))
     if view.rope is not None:
-        from .rope import rotate
-
         k = rotate(k, view.rope[:, None])
     return k.to(dtype), v.to(dtype)
 

@@ -19,7 +19,14 @@ from typing import Any
 from .configs import SPILL_LIMIT, Config, default_config, shared_limit
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-MATRIX_INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+MATRIX_INSTRUCTION = {
+    80: "mma.sync",
+    86: "mma.sync",
+    89: "mma.sync",
+    90: "wgmma",
+    100: "tcgen05.mma",
+    120: "mma.sync",
+}
 _POINTERS = {"k_scale": "*fp16", "k_zero": "*fp16", "v_scale": "*fp16", "v_zero": "*fp16", "cos": "*fp32",
              "sin": "*fp32", "bias": "*fp32", "block_bias": "*fp32", "heads": "*i32", "indices": "*i32",
              "counts": "*i32", "q_table": "*i32", "k_table": "*i32", "lse": "*fp32"}  # fmt: skip
@@ -52,8 +59,15 @@ class Variant:
     @property
     def name(self) -> str:
         t = self.tiles
-        parts = [f"sm_{self.capability}", self.dtype, f"int{self.bits}" if self.bits else "plain", f"d{self.head_dim}"]
-        parts += [word for word, on in (("rope", self.rope), ("blocks", self.blocks), ("carry", self.carry)) if on]
+        parts = [
+            f"sm_{self.capability}",
+            self.dtype,
+            f"int{self.bits}" if self.bits else "plain",
+            f"d{self.head_dim}",
+        ]
+        parts += [
+            word for word, on in (("rope", self.rope), ("blocks", self.blocks), ("carry", self.carry)) if on
+        ]
         return " ".join([*parts, f"{t.block_m}x{t.block_n}", f"{t.num_warps}w", f"{t.num_stages}s"])
 
 
@@ -207,7 +221,8 @@ def candidates(capability: int, head_dim: int) -> Iterator[Config]:
 def markdown(built: list[Built]) -> str:
     """The table of docs/kernels.md."""
     lines = [
-        "| sm | dtype | keys | head_dim | features | tiles | warps | stages | shared KiB (limit) | registers | spill B |",
+        "| sm | dtype | keys | head_dim | features | tiles | warps | stages | shared KiB (limit) "
+        "| registers | spill B |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for item in built:
@@ -228,4 +243,3 @@ def markdown(built: list[Built]) -> str:
 def as_json(built: list[Built]) -> list[dict[str, Any]]:
     """Rows for a file."""
     return [item.row() for item in built]
-

@@ -100,7 +100,10 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
     if _fused(packed.device, packed.shape[3], packed.group_size, packed.bits, packed.axis):
         from .triton_pack import unpack
 
-        return unpack(packed, torch.empty(packed.shape, dtype=packed.dtype, device=packed.device) if out is None else out)
+        return unpack(
+            packed,
+            torch.empty(packed.shape, dtype=packed.dtype, device=packed.device) if out is None else out,
+        )
     codes = packed.codes
     if packed.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -2,6 +2,7 @@
 
 import torch
 from hypothesis import strategies as st
+
 from streamvid.kernels.blocks import dense_mask
 from streamvid.kernels.quantise import dequantise, quantise
 from streamvid.kernels.reference import reference

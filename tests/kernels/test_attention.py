@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import cases
 from kernel_cases import expected as expected_attention
+
 from streamvid.kernels.attention import attend, choose_backend, find_backend, merge
 from streamvid.kernels.types import KVView
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.sampled_from(["sdpa", "reference"]))
 def test_attend_equals_dense_attention_with_a_mask(case, backend):
     q, views = case

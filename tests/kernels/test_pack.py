@@ -12,7 +12,7 @@ from streamvid.kernels.types import PackedTensor
 triton_only = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 1000), st.sampled_from([4, 8]), st.sampled_from([1, 3]), st.booleans(), st.integers(1, 21)
 )
@@ -50,8 +50,10 @@ def test_wrong_layouts_are_refused():
 
 
 @triton_only
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([4, 8]), st.booleans(), st.sampled_from([8, 16]), st.integers(1, 9))
+@settings(max_examples=6, deadline=None)
+@given(
+    st.integers(0, 1000), st.sampled_from([4, 8]), st.booleans(), st.sampled_from([8, 16]), st.integers(1, 9)
+)
 def test_kernels_equal_the_plain_version(seed, bits, symmetric, group, n):
     from streamvid.kernels.triton_pack import pack, unpack
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases())
 def test_kernel_equals_the_reference(case):
     q, views = case
@@ -26,7 +26,7 @@ def test_kernel_equals_the_reference(case):
     torch.testing.assert_close(lse, right_lse, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cases(max_views=2))
 def test_kernel_in_half_precision(case):
     q, views = case
