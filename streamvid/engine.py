@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamvid.config import StreamConfig
@@ -76,7 +75,12 @@ class Engine:
         """The stream's model at its current chunk, as samplers call it (``Denoiser``)."""
 
         def denoise(
-            x_t: Tensor, timestep: float, *, branch: str = "cond", hooks: Any = None, tokens: Tensor | None = None
+            x_t: Tensor,
+            timestep: float,
+            *,
+            branch: str = "cond",
+            hooks: Any = None,
+            tokens: Tensor | None = None,
         ) -> Tensor:
             side = state.sides[branch]
             return self.model(x_t, timestep, side.prompt, side.cache, hooks=hooks, tokens=tokens)

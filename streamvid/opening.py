@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from streamvid.stream import VideoStream
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     """A stream at frame 0. Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work."""
     from streamvid.stream import VideoStream
@@ -59,7 +59,8 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
             chunk_frames=config.chunk_latents,
             backend=pipe.attention,
         )
-        sides[branch] = Side(cache, *engine.read(text))
+        embeds = engine.encode(text)
+        sides[branch] = Side(cache, embeds, engine.read(embeds))
     decoder = None
     if options.output_type != "latent":
         from streamvid.vae import make_decoder
@@ -95,9 +96,12 @@ def _sizes(
 
 
 def _codec(spec: Any) -> Any:
+    """``none`` keeps plain tensors, which skips the codec's work altogether."""
+    if spec == "none":
+        return None
     from streamvid.memory.codecs import CODECS
 
-    return None if spec in (None, "none") else build(spec, CODECS, "codec")
+    return build(spec, CODECS, "codec")
 
 
 def _plan(pipe: StreamPipeline, sampler: Any, config: StreamConfig) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from streamvid.causal import CausalWan
 from streamvid.checkpoints import Components, load_components
 from streamvid.errors import StreamvidError
 from streamvid.opening import open_stream
@@ -21,6 +20,7 @@ from streamvid.output import StreamOutput, check_output_type, join
 from streamvid.sessions import Sessions
 from streamvid.stream import VideoStream
 from streamvid.timeline import resolve_seed
+from streamvid.transformer import CausalWan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ENDLESS_REFUSED = "num_frames must be given for a whole clip; for an endless one use pipe.stream(prompt)"

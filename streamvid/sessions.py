@@ -34,14 +34,18 @@ class Sessions:
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
 
+    def check(self) -> None:
+        """Raises StreamvidError when no further stream may be opened; asked before anything is allocated."""
+        if len(self._open) >= self.limit:
+            raise StreamvidError(
+                f"{len(self._open)} streams are open and {self.limit} are allowed; "
+                "close one, or load with a larger max_streams"
+            )
+
     def enter(self, session: Session) -> None:
         """Count a stream. Raises StreamvidError when the limit is reached."""
         with self._lock:
-            if len(self._open) >= self.limit:
-                raise StreamvidError(
-                    f"{len(self._open)} streams are open and {self.limit} are allowed; "
-                    "close one, or load with a larger max_streams"
-                )
+            self.check()
             self._open.add(session)
 
     def leave(self, session: Session) -> None:

@@ -60,7 +60,7 @@ class StreamState:
     decoder: Any
     """``Decoder``, or None when latents are the output."""
     step_cache: Any
-    """``StepCache``, or None."""
+    """The step cache's ``Session``; one that skips nothing when there is no method."""
     text: str
     at: Place = Place()
     owed: Owed | None = None
@@ -83,7 +83,15 @@ class StreamState:
 
     def nbytes(self) -> int:
         """Bytes of all tensors the stream holds, counted from the tensors themselves."""
-        return sum(storage_bytes(self.state_dict()).values())
+        held = [
+            [side.embeds for side in self.sides.values()],
+            None if self.decoder is None else self.decoder.state_dict(),
+            None if self.owed is None else self.owed.latents,
+            None if self.blend is None else vars(self.blend),
+            self.recent,
+        ]
+        others = sum(side.prompt.nbytes + side.cache.report().total for side in self.sides.values())
+        return sum(storage_bytes(held).values()) + others + self.step_cache.nbytes()
 
     def state_dict(self) -> dict[str, Any]:
         """A tree of tensors and plain values; see ``snapshot``."""
@@ -93,7 +101,7 @@ class StreamState:
                 for name, side in self.sides.items()
             },
             "decoder": None if self.decoder is None else self.decoder.state_dict(),
-            "step_cache": None if self.step_cache is None else self.step_cache.state_dict(),
+            "step_cache": self.step_cache.state_dict(),
             "text": self.text,
             "at": vars(self.at).copy(),
             "owed": None
@@ -111,8 +119,7 @@ class StreamState:
             side.cache.load_state_dict(saved["cache"])
         if self.decoder is not None:
             self.decoder.load_state_dict(values["decoder"])
-        if self.step_cache is not None:
-            self.step_cache.load_state_dict(values["step_cache"])
+        self.step_cache.load_state_dict(values["step_cache"])
         self.text = values["text"]
         self.at = Place(**values["at"])
         owed = values["owed"]

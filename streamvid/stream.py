@@ -20,11 +20,12 @@ from torch import Tensor
 
 from streamvid.engine import Engine
 from streamvid.errors import StreamvidError
-from streamvid.meter import Meter
+from streamvid.meter import Clock, Meter
 from streamvid.noise import CounterNoise
 from streamvid.options import StreamOptions
 from streamvid.output import VideoChunk, convert
 from streamvid.prompts import PromptQueue, Receipt, Transition
+from streamvid.sampler import StepCallback
 from streamvid.state import StreamState
 from streamvid.stepcache.types import ChunkInfo
 from streamvid.timeline import ChunkPlan, ChunkRule
@@ -57,7 +58,9 @@ class VideoStream:
         """What this stream really runs with, for printing and for keeping with results."""
         self.seed = options.seed
         self._pipe, self._engine, self._sampler, self._state, self._rule = pipe, engine, sampler, state, rule
-        self._shape = (1, engine.model.channels, *grid)
+        self.on_step: StepCallback | None = None
+        """Called after each denoising step; see ``sampler.StepCallback``."""
+        self._shape = (engine.model.geometry.out_channels, *grid)
         self._noise = CounterNoise([options.seed])
         self._queue = PromptQueue(rule, state.at)
         self._meter = Meter()
@@ -69,26 +72,33 @@ class VideoStream:
         self._closed = False
         self._maker: Any = None
         pipe.sessions.enter(self)
-        if options.ahead:
+        self.prefetch(options.ahead)
+
+    def prefetch(self, chunks: int) -> None:
+        """Have a thread make up to ``chunks`` chunks (0 to 2) in advance of the reader; 0 ends it."""
+        if chunks not in (0, 1, 2):
+            raise StreamvidError(f"ahead must be 0, 1 or 2 chunks, got {chunks!r}")
+        if self._maker is not None:
+            self._maker.stop()
+            self._maker = None
+        if chunks:
             from streamvid.ahead import Ahead
 
-            self._maker = Ahead(self, options.ahead)
+            self._maker = Ahead(self, chunks)
 
     # ---- one chunk, in the order in which it happens ------------------------------------------------------------
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
-        state, clock = self._state, self._meter.clock()
-        change = self._queue.begin(state.at)
-        fuse = self.options.fuse_context and change is None and state.blend is None
-        if not fuse:
-            self._engine.finish(state)
+        state, clock = self._state, Clock()
+        self._engine.finish(state)
         clock.lap("context")
+        change = self._queue.begin(state.at)
         apply_change(state, change, self._engine)
         plan = self._rule.plan(state.at)
         clock.lap("change")
-        latents = self._denoise(plan, fused=fuse and state.owed is not None)
+        latents = self._denoise(plan)
         clock.lap("denoise")
         frames = latents[0] if state.decoder is None else state.decoder.decode_chunk(latents)[0]
         output = convert(frames, self.options.output_type)
@@ -106,11 +116,10 @@ class VideoStream:
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
 
-    def _denoise(self, plan: ChunkPlan, *, fused: bool) -> Tensor:
+    def _denoise(self, plan: ChunkPlan) -> Tensor:
         """Noise to clean latents ``[1, f, c, h, w]``."""
         state, engine = self._state, self._engine
-        if not fused:
-            engine.begin(state, plan)
+        engine.begin(state, plan)
         info = ChunkInfo(
             index=plan.index,
             start_latent=plan.start_latent,
@@ -122,12 +131,11 @@ class VideoStream:
                 engine.denoiser(state),
                 info,
                 self._noise,
-                (1, plan.num_latents, *self._shape[1:]),
+                (1, plan.num_latents, *self._shape),
                 step_cache=state.step_cache,
                 device=engine.model.device,
                 dtype=engine.model.dtype,
-                fused=engine.fused(state, plan) if fused else None,
-                callback=self._meter.on_step,
+                callback=self.on_step,
             )
         except BaseException:
             engine.abort(state)
@@ -188,6 +196,14 @@ class VideoStream:
             chunk = chunk.head(limit - chunk.start_frame)
         return chunk
 
+    def _make_ahead(self, most: int) -> bool:
+        """Make one more chunk unless ``most`` wait unread besides the one being read. False: nothing was made."""
+        with self._lock:
+            if self._closed or len(self._unread) > most or self._ended() or not self._running.is_set():
+                return False
+            self._unread.append(self._produce())
+            return True
+
     def _limit(self) -> int | None:
         """Frames after which the stream ends, in the unit of its output."""
         count = self.options.num_frames
@@ -243,7 +259,7 @@ class VideoStream:
             raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
         return self._queue.put(text, None, at_frame=at_frame, at_chunk=at_chunk)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def reset(self) -> None:
         """Start again at frame 0 with the current prompt and seed. Unread frames and waiting changes are dropped."""
         self._check_open()
@@ -268,10 +284,10 @@ class VideoStream:
 
         Returns the bytes of the file. Raises StreamvidError when it cannot be written; nothing is left then.
         """
-        from streamvid.snapshot import save_stream
+        from streamvid.resume import save_stream
 
         self._check_open()
-        with self._lock, torch.inference_mode():
+        with self._lock, torch.no_grad():
             return save_stream(path, self)
 
     def close(self) -> None:

@@ -64,6 +64,10 @@ class ChunkRule:
             first=place.restart,
         )
 
+    def latents_for(self, num_frames: int) -> int:
+        """Latent frames that hold the first ``num_frames`` pixel frames of a stream without cuts."""
+        return 1 + -(-(num_frames - 1) // self.temporal)
+
     @staticmethod
     def after(plan: ChunkPlan) -> Place:
         """The place after a chunk."""
