@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import t as student
+
 from streamvid.eval.metrics import METRICS
 
 Row = Mapping[str, Any]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from streamvid.errors import StreamvidError
 from streamvid.eval.grid import Cell, Study
 from streamvid.eval.judging import judge_clip
 from streamvid.eval.machine import machine_card, versions
@@ -19,8 +21,6 @@ from streamvid.eval.pool import run_tasks
 from streamvid.eval.render import Rendered
 from streamvid.eval.store import Store, plain
 from streamvid.eval.video import read_video, write_lossless
-
-from streamvid.errors import StreamvidError
 
 RENDERER = "streamvid.eval.render:StreamRenderer"
 Row = dict[str, Any]

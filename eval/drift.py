@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy.stats import wasserstein_distance
-from streamvid.eval.video import lab_means
 
 from streamvid.errors import StreamvidError
+from streamvid.eval.video import lab_means
 
 
 def segments(num_frames: int, length: int) -> list[slice]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from streamvid.eval.video import luma
 
 from streamvid.errors import StreamvidError
+from streamvid.eval.video import luma
 
 PSNR_CAP = 100.0
 """Decibels reported for identical frames."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamvid.errors import StreamvidError
 from streamvid.eval.metrics import GROUPS
 from streamvid.memory.spec import nearest
-
-from streamvid.errors import StreamvidError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,9 +40,13 @@ class Variant:
     step_cache: str = DEFAULT
     attention: str = DEFAULT
     steps: str = DEFAULT
-    """Denoising steps: a count, or timesteps ``1000+750+500+250``."""
+    """Denoising steps a chunk, a whole number."""
     label: str = field(default="", compare=False)
     """How tables call it; not a setting, so it is no part of the key."""
+
+    def __post_init__(self) -> None:
+        if self.steps != DEFAULT and not (self.steps.isdecimal() and int(self.steps) > 0):
+            raise StreamvidError(f"steps must be {DEFAULT!r} or a whole number above 0, got {self.steps!r}")
 
     def settings(self) -> dict[str, str]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -179,7 +182,7 @@ def parse_study(values: dict[str, Any], where: str = "study", folder: Path = Pat
     settings["variants"] = _variants(values, where)
     reference = values.get("reference", {})
     _check_keys(reference, AXES, f"{where}: [reference]")
-    settings["reference"] = {axis: _axis_text(value) for axis, value in reference.items()}
+    settings["reference"] = {axis: str(value) for axis, value in reference.items()}
     study = Study(**settings)
     _check_study(study, where)
     return study
@@ -200,6 +203,7 @@ def _prompts(values: dict[str, Any], prompts: tuple[str, ...], where: str, folde
 def tiny_prompts(count: int) -> tuple[str, ...]:
     """Captions of the embedded model's world, evenly mixed and always the same."""
     import numpy as np
+
     from streamvid.tiny.captions import caption, sample_attributes
 
     rng = np.random.default_rng(20_260_101)
@@ -212,7 +216,7 @@ def tiny_prompts(count: int) -> tuple[str, ...]:
 def _variants(values: dict[str, Any], where: str) -> tuple[Variant, ...]:
     grid = values.get("grid", {})
     _check_keys(grid, AXES, f"{where}: [grid]")
-    axes = {axis: [_axis_text(v) for v in _listed(grid[axis])] for axis in AXES if axis in grid}
+    axes = {axis: [str(v) for v in _listed(grid[axis])] for axis in AXES if axis in grid}
     shared = {axis: options[0] for axis, options in axes.items() if len(options) == 1}
     rows = values.get("variant", [])
     variants = []
@@ -221,7 +225,7 @@ def _variants(values: dict[str, Any], where: str) -> tuple[Variant, ...]:
         variants += [Variant(**dict(zip(axes, point, strict=True))) for point in points]
     for row in rows:
         _check_keys(row, (*AXES, "label"), f"{where}: [[variant]]")
-        own = {key: _axis_text(value) for key, value in row.items()}
+        own = {key: str(value) for key, value in row.items()}
         variants.append(Variant(**(shared | own)))
     return tuple({variant: variant for variant in variants}.values())  # a labelled twin takes the place
 
@@ -255,12 +259,6 @@ def _check_study(study: Study, where: str) -> None:
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
-
-
-def _axis_text(value: Any) -> str:
-    if isinstance(value, list):  # timesteps
-        return "+".join(str(v) for v in value)
-    return str(value)
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamvid.errors import StreamvidError
 from streamvid.eval.compare import Row, measured
 from streamvid.eval.grid import AXES, SCHEMA, Study
 from streamvid.eval.machine import machine_card, versions
 from streamvid.eval.render import Rendered
 from streamvid.eval.store import Store, plain
 from streamvid.eval.video import find_videos, read_video, write_lossless
-
-from streamvid.errors import StreamvidError
 
 _SEED = re.compile(r"(?:seed[-_ ]?|[-_])(\d{1,19})$", re.IGNORECASE)
 

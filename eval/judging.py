@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from streamvid.eval.drift import by_segment, segments
 
 from streamvid.errors import StreamvidError
+from streamvid.eval.drift import by_segment, segments
 
 MOTION_FRAMES = 32
 """Frames that a motion needs to be recognised."""

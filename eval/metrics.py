@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+from streamvid.errors import StreamvidError
 from streamvid.eval import fidelity, motion, quality
 from streamvid.eval.drift import by_segment, colour_drift, drift, middles, segments
 from streamvid.eval.video import as_frames, luma
-
-from streamvid.errors import StreamvidError
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 from scipy.ndimage import gaussian_filter
+
 from streamvid.eval.video import luma, resize
 
 FLOW_FPS = 8.0

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from streamvid.errors import StreamvidError
 from streamvid.eval.aggregate import curves, memory_pictures, table, variant_id
 from streamvid.eval.grid import Study
 from streamvid.eval.machine import card_line
@@ -21,8 +22,6 @@ from streamvid.eval.metrics import METRICS
 from streamvid.eval.orderings import check_orderings
 from streamvid.eval.store import Store, plain
 from streamvid.eval.video import read_video, small_mp4
-
-from streamvid.errors import StreamvidError
 
 HERE = Path(__file__).parent
 QUALITY = ("judge", "judge_last", "psnr", "ssim", "sharpness")

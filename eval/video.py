@@ -113,7 +113,7 @@ def small_mp4(frames: np.ndarray, fps: float, long_side: int = 256, quality: int
     height, width = (side - side % 2 for side in frames.shape[1:3])
     frames = np.ascontiguousarray(frames[:, : max(2, height), : max(2, width)])
     buffer = io.BytesIO()
-    options = {"crf": str(quality), "preset": "slow", "g": "16", "movflags": "faststart"}
+    options = {"crf": str(quality), "preset": "veryfast", "g": "16", "movflags": "faststart"}
     _encode(buffer, frames, fps, "mp4", codec="libx264", pix_fmt="yuv420p", options=options)
     return buffer.getvalue()
 

@@ -341,6 +341,14 @@ class KVCache:
         total = sum(regions.values()) + free + state + rotated + scratch
         return MemoryReport(regions, free, state, rotated, scratch, max(self._peak, total), frames, dense)
 
+    def held(self) -> dict[str, list[int]]:
+        """Region -> the latent frames it holds tokens of, of any layer and head group. Host numbers only."""
+        found: dict[str, set[int]] = {}
+        for bank in self.all_banks():
+            for entry in bank.entries:
+                found.setdefault(entry.region, set()).update(entry.frames)
+        return {region: sorted(frames) for region, frames in found.items()}
+
     def _table_bytes(self) -> int:
         """Rotation tables and biases, each counted once."""
         tensors = list(self._rope.tensors())

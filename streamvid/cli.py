@@ -23,7 +23,10 @@ from streamvid.memory.spec import nearest
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
-    "compare": ("compare", "Settings side by side on the same prompts and noise: rows, tables, one report page."),
+    "compare": (
+        "compare",
+        "Settings side by side on the same prompts and noise: rows, tables, one report page.",
+    ),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 

@@ -342,6 +342,7 @@ class VideoStream:
                 "waiting": [vars(change.receipt).copy() for change in self._queue.waiting()],
                 "paused": not self._running.is_set(),
                 "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
+                "held": state.sides["cond"].cache.held(),
                 "bytes": state.nbytes(),
                 "step_cache": state.step_cache.accounting.report(),
                 "context_passes": self._engine.passes,

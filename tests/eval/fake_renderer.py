@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+
 from streamvid.eval.render import Rendered
 
 NOISE = {"none": 0.0, "int8": 1.0, "int4": 6.0, "int2": 25.0}

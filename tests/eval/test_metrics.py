@@ -7,12 +7,12 @@ import cv2
 import numpy as np
 import pytest
 from skimage.metrics import structural_similarity
+
+from streamvid.errors import StreamvidError
 from streamvid.eval import fidelity, motion, quality
 from streamvid.eval.drift import by_segment, colour_drift, drift, middles, segments
 from streamvid.eval.metrics import METRICS, measure
 from streamvid.eval.video import as_frames, luma
-
-from streamvid.errors import StreamvidError
 
 
 def texture(height=96, width=128, seed=0):

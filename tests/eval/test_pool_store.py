@@ -5,10 +5,10 @@ import os
 
 import numpy as np
 import pytest
-from streamvid.eval.pool import run_tasks
-from streamvid.eval.store import Store, plain
 
 from streamvid.errors import StreamvidError
+from streamvid.eval.pool import run_tasks
+from streamvid.eval.store import Store, plain
 
 
 def make_worker(offset):
