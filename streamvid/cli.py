@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "compare",
         "Settings side by side on the same prompts and noise: rows, tables, one report page.",
     ),
+    "bench stream": (
+        "bench_stream",
+        "First frame, chunk period, control latency, memory, against the floor.",
+    ),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 
