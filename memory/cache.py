@@ -305,6 +305,14 @@ class KVCache:
         for bank in self.all_banks():
             self.policy.on_prompt(bank, event)
 
+    def scene_cut(self) -> bool:
+        """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
+        self._require("idle", "scene_cut")
+        kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
+        if not all(kept):
+            self.reset()
+        return all(kept)
+
     # ---- accounting and snapshots ------------------------------------------------------------------------------------
 
     def report(self) -> MemoryReport:
@@ -338,7 +346,7 @@ class KVCache:
         tensors = list(self._rope.tensors())
         for view in self._views.values():
             tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
-        return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+        return sum({id(x): x.nbytes for x in tensors}.values())  # by object: shapes without data have no address
 
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""

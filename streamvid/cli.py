@@ -21,6 +21,7 @@ from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
