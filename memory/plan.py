@@ -177,8 +177,7 @@ def _simulate(setup: _Setup, frames: int) -> tuple[list[MemoryReport], bool]:
         backend="shapes",
         **dict(setup.settings),
     )
-    span = 1 if codec is None else math.ceil(codec.span_frames / setup.chunk_frames)
-    patience = max(6, 3 * span)
+    patience = max(6, 3 * _span(setup))
     reports: list[MemoryReport] = []
     for _ in range(math.ceil(frames / setup.chunk_frames)):
         _run_chunk(cache)
@@ -222,12 +221,13 @@ def _project(setup: _Setup, frames: int | None) -> MemoryPlan:
             f"memory plan: the history of policy {type(setup.policy).__name__} grows with the stream; say for how "
             "many latent frames to plan (frames=...), or choose a policy with a window"
         )
-    # At most a span of frames waits uncompressed at any time, so the largest of the last span is the level.
-    level = max(reports[-_span(setup) :], key=lambda report: report.stored)
+    # Frames that wait for their span come and go: what a window holds is the most of one such round.
+    around = reports[-1:] if grows else reports[-_span(setup) :]
+    level = max(around, key=lambda report: report.stored)
     result = MemoryPlan(
         regions={name: size for name, size in level.regions.items() if size},
         stored=level.stored,
-        scratch=level.scratch,
+        scratch=max(report.scratch for report in around),
         peak=last.peak,
         held=level.frames,
         dense=level.dense,
@@ -236,14 +236,15 @@ def _project(setup: _Setup, frames: int | None) -> MemoryPlan:
         budget=None,
         longest=None,
     )
-    if grows and frames > SIMULATED_FRAMES:
+    if grows and frames > result.frames:
         return _extend(setup, result, reports, frames)
     return result
 
 
 def _span(setup: _Setup) -> int:
     """Chunks after which a codec that packs spans of frames is where it was."""
-    return 1 if setup.codec is None else math.ceil(setup.codec.span_frames / setup.chunk_frames)
+    frames = 1 if setup.codec is None else setup.codec.span_frames
+    return math.lcm(frames, setup.chunk_frames) // setup.chunk_frames
 
 
 def _extend(setup: _Setup, result: MemoryPlan, reports: list[MemoryReport], frames: int) -> MemoryPlan:
