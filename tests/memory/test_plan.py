@@ -47,7 +47,7 @@ def test_a_window_costs_what_was_planned(codec):
 
 @pytest.mark.parametrize("codec", [None, "int8", "qvg:span_frames=4"])
 def test_a_growing_history_costs_what_was_planned(codec):
-    for frames in (12, 105):
+    for frames in (12, 108):
         planned, last = plan(GEOMETRY, None, "full", codec, frames=frames), run("full", codec, frames)[-1]
         assert planned.grows and planned.held == last.frames == frames
         # Exact while it is simulated, a straight line beyond; slots are allocated some frames ahead.
