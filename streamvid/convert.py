@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from streamvid.checkpoints import load_components, load_text_encoder, load_vae
-from streamvid.config import CONFIG_NAME, StreamConfig
+from streamvid.checkpoints import Components, load_components, load_text_encoder, load_vae
+from streamvid.config import CONFIG_NAME
 from streamvid.errors import StreamvidError
 from streamvid.locate import locate, resolve
 from streamvid.memory.spec import nearest
@@ -93,7 +93,7 @@ def convert(
                 written += _save_vae(components.vae, folder)
             if isinstance(components.text, UMT5TextEncoder):
                 written += _save_text(components.text, folder)
-            written += _save_indices(components.config, components.vae, written, folder)
+            written += _save_indices(components, written, folder)
     return written
 
 
@@ -127,10 +127,11 @@ def _save_text(text: UMT5TextEncoder, folder: Path) -> list[str]:
     return ["text_encoder", "tokenizer"]
 
 
-def _save_indices(config: StreamConfig, vae: Any, written: list[str], folder: Path) -> list[str]:
+def _save_indices(components: Components, written: list[str], folder: Path) -> list[str]:
     """``streamvid.json``, and what diffusers needs to open the folder as a `WanPipeline`."""
     from diffusers import UniPCMultistepScheduler
 
+    config = components.config
     (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=config.timestep_shift
@@ -140,14 +141,22 @@ def _save_indices(config: StreamConfig, vae: Any, written: list[str], folder: Pa
         "transformer": ["diffusers", "WanTransformer3DModel"],
         "vae": ["diffusers", "AutoencoderKLWan"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "AutoTokenizer"],
+        "tokenizer": ["transformers", _tokenizer_class(components.text)],
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
     }
-    present = {*written, "scheduler"} - ({"vae"} if isinstance(vae, TAEHV) else set())
+    present = {*written, "scheduler"} - ({"vae"} if isinstance(components.vae, TAEHV) else set())
     index: dict[str, Any] = {"_class_name": "WanPipeline"}
     index |= {name: pair if name in present else [None, None] for name, pair in classes.items()}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
     return ["scheduler", CONFIG_NAME]
+
+
+def _tokenizer_class(text: Any) -> str:
+    """The tokenizer's class as diffusers looks it up: by name in transformers."""
+    import transformers
+
+    name = type(getattr(text, "tokenizer", None)).__name__
+    return name if hasattr(transformers, name) else "PreTrainedTokenizerFast"
 
 
 @contextlib.contextmanager
