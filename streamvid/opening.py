@@ -34,8 +34,8 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     config = options.configure(pipe.config)
     if options.output_type != "latent" and pipe.vae is None:
         raise StreamvidError(f"{pipe.components.missing['vae']}, or ask for output_type='latent'")
-    if options.image is not None or options.video is not None or options.fuse_context:
-        raise StreamvidError("image=, video= and fuse_context= are not available yet; leave them out")
+    if options.image is not None or options.video is not None:
+        raise StreamvidError("image= and video= are not available yet; leave them out")
     height, width, grid = _sizes(pipe, options, config)
     rule = ChunkRule(
         config.chunk_latents,

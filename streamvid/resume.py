@@ -32,15 +32,15 @@ def save_stream(path: str | os.PathLike[str], stream: VideoStream) -> int:
         for field in dataclasses.fields(stream.options)
         if field.name not in _NOT_KEPT
     }
-    stream._engine.finish(stream._state)
-    tree = {
-        "fingerprint": stream._pipe.components.fingerprint,
-        "options": options,
-        "state": stream._state.state_dict(),
-        "waiting": [vars(change.receipt).copy() for change in stream._queue.waiting()],
-        "unread": [_pack_chunk(chunk) for chunk in stream._unread],
-    }
-    return save_tree(path, tree)
+    with stream._engine.between_chunks(stream._state, keep_owed=stream._fuses):
+        tree = {
+            "fingerprint": stream._pipe.components.fingerprint,
+            "options": options,
+            "state": stream._state.state_dict(),
+            "waiting": [vars(change.receipt).copy() for change in stream._queue.waiting()],
+            "unread": [_pack_chunk(chunk) for chunk in stream._unread],
+        }
+        return save_tree(path, tree)
 
 
 def restore_stream(pipe: StreamPipeline, path: str | os.PathLike[str], *, ahead: int) -> VideoStream:
@@ -57,6 +57,7 @@ def restore_stream(pipe: StreamPipeline, path: str | os.PathLike[str], *, ahead:
         state.load_state_dict(tree["state"], pipe.device)
         for side in state.sides.values():
             stream._engine.set_embeds(side, side.embeds)
+        stream._engine.abort(state)
         stream._queue.restart(state.at)
         stream._queue.restore([_change(values) for values in tree["waiting"]])
         stream._unread = [_unpack_chunk(values, stream.options.output_type) for values in tree["unread"]]

@@ -61,6 +61,7 @@ class VideoStream:
         self.on_step: StepCallback | None = None
         """Called after each denoising step; see ``sampler.StepCallback``."""
         self._shape = (engine.model.geometry.out_channels, *grid)
+        self._fuses = (options.fuse_context or state.step_cache.fuses_context) and engine.fuses(state)
         self._noise = CounterNoise([options.seed])
         self._queue = PromptQueue(rule, state.at)
         self._meter = Meter()
@@ -92,13 +93,15 @@ class VideoStream:
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
         state, clock = self._state, Clock()
-        self._engine.finish(state)
-        clock.lap("context")
         change = self._queue.begin(state.at)
+        fused = self._fuses and state.owed is not None and change is None and state.blend is None
+        if not fused:
+            self._engine.finish(state)
+        clock.lap("context")
         apply_change(state, change, self._engine)
         plan = self._rule.plan(state.at)
         clock.lap("change")
-        latents = self._denoise(plan)
+        latents = self._denoise(plan, fused=fused)
         clock.lap("denoise")
         frames = latents[0] if state.decoder is None else state.decoder.decode_chunk(latents)[0]
         output = convert(frames, self.options.output_type)
@@ -116,10 +119,11 @@ class VideoStream:
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
 
-    def _denoise(self, plan: ChunkPlan) -> Tensor:
-        """Noise to clean latents ``[1, f, c, h, w]``."""
+    def _denoise(self, plan: ChunkPlan, *, fused: bool) -> Tensor:
+        """Noise to clean latents ``[1, f, c, h, w]``; ``fused``: the context pass still owed rides in the first step."""
         state, engine = self._state, self._engine
-        engine.begin(state, plan)
+        if not fused:
+            engine.begin(state, plan)
         info = ChunkInfo(
             index=plan.index,
             start_latent=plan.start_latent,
@@ -135,6 +139,7 @@ class VideoStream:
                 step_cache=state.step_cache,
                 device=engine.model.device,
                 dtype=engine.model.dtype,
+                fused=engine.fused(state) if fused else None,
                 callback=self.on_step,
             )
         except BaseException:
