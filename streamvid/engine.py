@@ -98,7 +98,12 @@ class Engine:
         """As ``denoiser``, for the first step of a chunk, with the context pass that the chunk before owes in it."""
 
         def denoise(
-            x_t: Tensor, timestep: float, *, branch: str = "cond", hooks: Any = None, tokens: Tensor | None = None
+            x_t: Tensor,
+            timestep: float,
+            *,
+            branch: str = "cond",
+            hooks: Any = None,
+            tokens: Tensor | None = None,
         ) -> Tensor:
             assert state.owed is not None and hooks is None and tokens is None
             side, owed = state.sides[branch], state.owed
@@ -126,8 +131,8 @@ class Engine:
     def between_chunks(self, state: StreamState, *, keep_owed: bool) -> Iterator[None]:
         """Every memory idle, as a snapshot needs it.
 
-        The owed context pass is run first. With ``keep_owed`` it stays owed, because fused into the next chunk it rounds
-        differently; the chunk in progress is begun anew afterwards (until its context pass it has no state of its own).
+        The owed context pass is run first. With ``keep_owed`` it stays owed, because fused into the next chunk it
+        rounds differently; the chunk in progress is begun anew afterwards (it has no state of its own yet).
         """
         if keep_owed:
             for cache in state.caches():
@@ -161,8 +166,8 @@ class Engine:
 
     # ---- between chunks -----------------------------------------------------------------------------------------
 
-    def reset(self, state: StreamState) -> None:
-        """Back to frame 0, with the current prompt."""
+    def reset(self, state: StreamState, place: Place) -> None:
+        """Back to the place where the stream began, with the current prompt."""
         for cache in state.caches():
             cache.reset()
         if state.decoder is not None:
@@ -170,7 +175,7 @@ class Engine:
         if isinstance(state.blend, Blend):
             self.set_embeds(state.sides["cond"], state.blend.target)
         state.step_cache.on_context_change("reset")
-        state.at, state.owed, state.blend = Place(), None, None
+        state.at, state.owed, state.blend = place, None, None
         state.recent.clear()
 
     def fuses(self, state: StreamState) -> bool:
@@ -179,7 +184,9 @@ class Engine:
         if session.needs_block_hooks or "residual" in session.keeps:  # they look inside the first step
             return False
         return all(
-            cache.codec is None and cache.policy.fusable and not any(overrides(cache.policy, hook) for hook in _WATCHING)
+            cache.codec is None
+            and cache.policy.fusable
+            and not any(overrides(cache.policy, hook) for hook in _WATCHING)
             for cache in state.caches()
         )
 
