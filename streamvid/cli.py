@@ -22,6 +22,7 @@ from streamvid.memory.spec import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
+    "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
