@@ -305,6 +305,14 @@ class KVCache:
         for bank in self.all_banks():
             self.policy.on_prompt(bank, event)
 
+    def scene_cut(self) -> bool:
+        """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
+        self._require("idle", "scene_cut")
+        kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
+        if not all(kept):
+            self.reset()
+        return all(kept)
+
     # ---- accounting and snapshots ------------------------------------------------------------------------------------
 
     def report(self) -> MemoryReport:
