@@ -17,6 +17,7 @@ from streamvid.memory.policies import POLICIES
 from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
 from streamvid.sampler import make_sampler
+from streamvid.starts import prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
 from streamvid.stepcache.planning import plan_for
@@ -35,8 +36,6 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     config = options.configure(pipe.config)
     if options.output_type != "latent" and pipe.vae is None:
         raise StreamvidError(f"{pipe.components.missing['vae']}, or ask for output_type='latent'")
-    if options.image is not None or options.video is not None or options.fuse_context:
-        raise StreamvidError("image=, video= and fuse_context= are not available yet; leave them out")
     height, width, grid = _sizes(pipe, options, config)
     rule = ChunkRule(
         config.chunk_latents,
@@ -63,6 +62,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     if session.fuses_context:
         raise StreamvidError("step cache 'fused' is not available yet; leave it out")
     pipe.sessions.check()
+    start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
     sides = {}
     for branch in sampler.branches:
@@ -81,10 +81,18 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         from streamvid.vae import make_decoder
 
         decoder = make_decoder(pipe.vae)
-    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt)
+    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
     settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
     return VideoStream(
-        pipe, options, engine=engine, sampler=sampler, state=state, rule=rule, grid=grid, settings=settings
+        pipe,
+        options,
+        engine=engine,
+        sampler=sampler,
+        state=state,
+        rule=rule,
+        grid=grid,
+        start=start,
+        settings=settings,
     )
 
 
