@@ -15,7 +15,7 @@ import numpy as np
 from streamvid.errors import StreamvidError
 from streamvid.eval.grid import Cell, Study
 from streamvid.eval.judging import judge_clip
-from streamvid.eval.machine import machine_card, versions
+from streamvid.eval.machine import machine_card, now, versions
 from streamvid.eval.metrics import measure
 from streamvid.eval.pool import run_tasks
 from streamvid.eval.render import Rendered
@@ -130,7 +130,7 @@ def _base_row(study: Study, key: str, cell: Cell) -> Row:
         "segment_frames": study.segment_frames,
         "machine": machine_card(),
         "versions": versions(),
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "when": now(),
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from streamvid.errors import StreamvidError
 from streamvid.eval.compare import Row, measured
 from streamvid.eval.grid import AXES, SCHEMA, Study
-from streamvid.eval.machine import machine_card, versions
+from streamvid.eval.machine import machine_card, now, versions
 from streamvid.eval.render import Rendered
 from streamvid.eval.store import Store, plain
 from streamvid.eval.video import find_videos, read_video, write_lossless
@@ -127,5 +127,6 @@ def _row(
         "reference": None,
         "machine": machine_card(),
         "versions": versions(),
+        "when": now(),
         **measured(study, rendered, prompt, None),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,11 @@ PACKAGES = (
     "av",
     "triton",
 )
+
+
+def now() -> str:
+    """The time in UTC, as rows carry it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def versions() -> dict[str, str]:

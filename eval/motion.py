@@ -1,6 +1,6 @@
 """Motion by classical dense flow (OpenCV DIS), and faults in time: flicker, freezing, repeating, chunk seams.
 
-Flow is computed at 8 frames a second or less on luma of 256..512 pixels. Lengths are in pixels of a frame
+Flow is computed at 8 frames a second or less on luma of 128..512 pixels. Lengths are in pixels of a frame
 whose shorter side is 256, so that sizes can be compared. In the manner of VBench's dynamic degree and motion
 smoothness, but with other estimators: never to be reported as those scores.
 """
@@ -81,7 +81,7 @@ def measure_motion(frames: np.ndarray, fps: float) -> Motion:
     step = max(1, round(fps / FLOW_FPS))
     starts = np.arange(0, len(frames) - step, step) if len(frames) > step else np.array([0])
     picked = frames[np.append(starts, min(starts[-1] + step, len(frames) - 1))]
-    gray = luma(resize(picked, int(np.clip(max(frames.shape[1:3]), 256, 512))))
+    gray = luma(resize(picked, int(np.clip(max(frames.shape[1:3]), 128, 512))))
     unit = 256 / min(gray.shape[1:])
     estimator = _dis()
     bytes_ = gray.round().astype(np.uint8)
@@ -128,7 +128,7 @@ def smoothness(frames: np.ndarray, max_triples: int = 96) -> float:
         return 1.0
     if len(middles) > max_triples:
         middles = middles[np.linspace(0, len(middles) - 1, max_triples).round().astype(int)]
-    side = int(np.clip(max(frames.shape[1:3]), 256, 512))
+    side = int(np.clip(max(frames.shape[1:3]), 128, 512))
     estimator, errors = _dis(), []
     for middle in middles:
         before, now, after = luma(resize(frames[middle - 1 : middle + 2], side))
