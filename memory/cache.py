@@ -26,10 +26,11 @@ from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank, Entry
+from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
-from streamvid.memory.report import MemoryReport
+from streamvid.memory.report import MemoryReport, measure
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
@@ -83,19 +84,19 @@ class KVCache:
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = codec is None
-        self._scratch = Scratch(geometry.dtype, geometry.device, fill)
+        self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
-        self._rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
+        self.rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
         self.phase: Phase = "idle"
         self.chunk: Chunk | None = None
         self.next_frame = 0
         self.num_chunks = 0
         self._calls = [0] * geometry.layers
-        self._views: dict[tuple[int, int], View] = {}
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.views: dict[tuple[int, int], View] = {}
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._written: set[int] = set()
-        self._peak = 0
+        self.peak = 0
         self._watches = overrides(self.policy, "observe") or overrides(self.policy, "refine")
 
     def _layout(self, fill: float | None) -> list[list[Bank]]:
@@ -163,12 +164,12 @@ class KVCache:
                 plan = self.policy.plan(bank, chunk)
                 begun.append(bank)
                 bank.begin(chunk.frames[skip:], slots=self._slots)
-                views[bank.layer, bank.group] = resolve(bank, plan, self._rope, self.position_limit, skip)
+                views[bank.layer, bank.group] = resolve(bank, plan, self.rope, self.position_limit, skip)
         except Exception:
             for bank in begun:
                 bank.discard()
             raise
-        self.chunk, self._views, self.phase = chunk, views, "noisy"
+        self.chunk, self.views, self.phase = chunk, views, "noisy"
         self._note_peak()
         return chunk
 
@@ -189,21 +190,21 @@ class KVCache:
             self._check_subset(layer, chunk, stage)
         skipped = chunk.skip * self.geometry.tokens_per_frame
         outputs, queries = [], []
-        self._scratch.begin()
+        self.scratch.begin()
         for bank in self.banks[layer]:
-            q_group, k_group, v_group = (self._heads(x, bank) for x in (q, k, v))
+            q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
             view = self._view(bank, q_group, k_group, v_group, stage)
-            keys, values = view.fill(bank, k_group, v_group, self._scratch)
+            keys, values = view.fill(bank, k_group, v_group, self.scratch)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias))
             table = view.query_table if tokens is None else view.query_table[tokens]
             queries.append((bank, rotate(q_group, table)))
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
-        if layer == 0 or self._scratch.grew:
+        if layer == 0 or self.scratch.grew:
             self._note_peak()
-        return attend(self._join(queries, q), outputs, backend=self.backend)
+        return attend(self.join(queries, q), outputs, backend=self.backend)
 
     def begin_context(self) -> None:
         """From here on, the passes carry the clean latents that will be committed."""
@@ -219,7 +220,7 @@ class KVCache:
         skipped = chunk.skip * self.geometry.tokens_per_frame
         for bank in self.banks[layer]:
             self._current(
-                bank, self._heads(k, bank)[:, skipped:], self._heads(v, bank)[:, skipped:], stage, None
+                bank, self.heads(k, bank)[:, skipped:], self.heads(v, bank)[:, skipped:], stage, None
             )
         self._written.add(layer)
 
@@ -241,6 +242,25 @@ class KVCache:
         self.next_frame += chunk.count
         self.num_chunks += 1
         self._end()
+
+    def begin_fused(self, frames: int) -> FusedPass | None:
+        """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
+
+        Returns None where that would not be exact (the policy edits or watches, or a codec packs): run
+        `begin_context`, the pass, `commit` and `begin_chunk` instead. Afterwards call `finish_fused`.
+        """
+        self._in_chunk("begin_fused")
+        if frames < 1:
+            raise ValueError(f"a chunk needs at least 1 latent frame, got {frames}")
+        if not self.policy.fusable or self._watches or self.codec is not None or self.chunk.skip:
+            return None
+        self.begin_context()
+        return FusedPass(self, frames)
+
+    def finish_fused(self, fused: FusedPass) -> Chunk:
+        """Commit the chunk and begin the next one, whose first noisy pass has just been run."""
+        self.commit()
+        return self.begin_chunk(fused.next.count)
 
     def abort(self) -> None:
         """Drop the chunk in progress: the committed state is as it was before `begin_chunk`. Harmless when idle."""
@@ -309,36 +329,7 @@ class KVCache:
 
     def report(self) -> MemoryReport:
         """Bytes by region, scratch and peak, counted on the tensors."""
-        regions: dict[str, int] = {}
-        free = state = rotated = dense = 0
-        for bank in self.all_banks():
-            slot = self.geometry.frame_bytes(bank.num_heads)
-            for entry in [*bank.entries, *bank.current]:
-                size = (
-                    entry.codec.nbytes(entry.packed) if entry.packed is not None else slot * len(entry.slots)
-                )
-                size += sum(x.nbytes for x in (entry.positions, entry.count) if x is not None)
-                regions[entry.region] = regions.get(entry.region, 0) + size
-                if entry.region != "current":
-                    dense += slot * entry.length // self.geometry.tokens_per_frame
-            free += slot * len(bank.free)
-            rotated += bank.rotated.nbytes
-            state += sum(x.nbytes for x in bank.state.values())
-            state += sum(x.nbytes for x in bank.notes.values() if isinstance(x, Tensor))
-        kept = sum(x.nbytes for pair in self._kept.values() for x in pair)
-        if kept:
-            regions["current"] = regions.get("current", 0) + kept
-        scratch = self._scratch.buffer.nbytes + self._table_bytes()
-        frames = max(bank.num_frames for bank in self.all_banks())
-        total = sum(regions.values()) + free + state + rotated + scratch
-        return MemoryReport(regions, free, state, rotated, scratch, max(self._peak, total), frames, dense)
-
-    def _table_bytes(self) -> int:
-        """Rotation tables and biases, each counted once."""
-        tensors = list(self._rope.tensors())
-        for view in self._views.values():
-            tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
-        return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+        return measure(self)
 
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
@@ -381,7 +372,8 @@ class KVCache:
                 "token subsets with a codec need KVCache(subsets=True), which keeps the current chunk"
             )
 
-    def _heads(self, x: Tensor, bank: Bank) -> Tensor:
+    def heads(self, x: Tensor, bank: Bank) -> Tensor:
+        """The heads of ``x [b, n, heads, d]`` that a bank holds."""
         return x if bank.head_index is None else x.index_select(2, bank.head_index)
 
     def _current(
@@ -392,26 +384,26 @@ class KVCache:
             bank.write_current(k, v, tokens)
             return (k, v) if tokens is None else bank.read_current()
         if tokens is not None:
-            k_all, v_all = self._kept[bank.layer, bank.group]
+            k_all, v_all = self.kept[bank.layer, bank.group]
             k_all.index_copy_(1, tokens, k)
             v_all.index_copy_(1, tokens, v)
             return k_all, v_all
         if stage == "context":
             bank.pack_current(k, v)
         elif self.subsets:
-            self._kept[bank.layer, bank.group] = k.clone(), v.clone()
+            self.kept[bank.layer, bank.group] = k.clone(), v.clone()
         return k, v
 
     def _view(self, bank: Bank, q: Tensor, k: Tensor, v: Tensor, stage: Stage) -> View:
         """The bank's view, after the policy has looked at this call."""
         key = bank.layer, bank.group
-        view = self._views[key]
+        view = self.views[key]
         if not self._watches:
             return view
         assert self.chunk is not None
 
         def look() -> Seen:
-            current = self._views[key]
+            current = self.views[key]
             return Seen(
                 q,
                 k,
@@ -420,18 +412,19 @@ class KVCache:
                 stage,
                 self._calls[bank.layer],
                 lambda: rotate(q, current.query_table),
-                lambda: current.fill(bank, k, v, self._scratch),
+                lambda: current.fill(bank, k, v, self.scratch),
             )
 
         if stage == "noisy" and self._calls[bank.layer] == 0:
             plan = self.policy.refine(bank, view.plan, look())
             if plan is not None:
-                view = resolve(bank, plan, self._rope, self.position_limit, self.chunk.skip)
-                self._views[key] = view
+                view = resolve(bank, plan, self.rope, self.position_limit, self.chunk.skip)
+                self.views[key] = view
         self.policy.observe(bank, look())
         return view
 
-    def _join(self, queries: list[tuple[Bank, Tensor]], q: Tensor) -> Tensor:
+    def join(self, queries: list[tuple[Bank, Tensor]], q: Tensor) -> Tensor:
+        """Rotated queries of all groups in the order of the model's heads."""
         if len(queries) == 1:
             return queries[0][1]
         joined = torch.empty_like(q)
@@ -440,7 +433,7 @@ class KVCache:
         return joined
 
     def _commit_bank(self, bank: Bank, chunk: Chunk) -> None:
-        bank.base = self._views[bank.layer, bank.group].base
+        bank.base = self.views[bank.layer, bank.group].base
         bank.promote()
         self.policy.commit(bank, chunk)
         bank.notes.clear()
@@ -449,11 +442,11 @@ class KVCache:
 
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None
-        self._views.clear()
-        self._kept.clear()
+        self.views.clear()
+        self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
         self._note_peak()
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self.report().total)
+        self.peak = self.report().peak
