@@ -2,8 +2,8 @@
 
 The next chunk attends to what the cache will hold after the commit, so each layer works out the commit on a copy of the
 bank's records (the tensors are shared and only read) and the next chunk's keys and values stay in scratch. The cache
-itself changes in `finish`, as always; an abort before it leaves everything as it was. Possible for policies whose commit
-only drops entries and who watch no queries, without a codec; the caller runs the passes one by one otherwise.
+itself changes at the end, as always; an abort before that leaves everything as it was. Possible for policies whose
+commit only drops entries and who watch no queries, without a codec; else the caller runs the passes one by one.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _dump_bank(bank: Bank, tensors: dict[str, Tensor]) -> dict[str, Any]:
             for key, value in entry.packed.tensors().items():
                 tensors[f"{at}.packed.{key}"] = value.clone()
         entries.append(record)
-    return {"entries": entries, "used": used, "slots": bank.slots, "base": bank.base}
+    return {"entries": entries, "used": used, "slots": used[-1] + 1 if used else 0, "base": bank.base}
 
 
 def restore(cache: KVCache, state: dict[str, Tensor]) -> None:
