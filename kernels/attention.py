@@ -6,6 +6,7 @@ Knows tensors only: which frames a view holds, and why, is the cache's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, overload
 
@@ -13,23 +14,52 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Backend
+from .blocks import attend_blocks
 from .quantise import dequantise
+from .rope import rotate
 from .types import KVView, PackedTensor
 
 Group = tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]
 """Heads that read the same views, and for each such view its number and the heads' places in it."""
 
 
-def choose_backend(device: torch.device | str, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend ``auto`` takes, and one sentence why."""
+def choose_backend(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 128,
+    packed: bool = False,
+    ragged: bool = False,
+    blocks: bool = False,
+) -> tuple[str, str]:
+    """The backend ``auto`` takes, and one sentence why.
+
+    Args:
+        device: where the tensors are.
+        dtype: of the queries.
+        head_dim: channels of a head.
+        packed: some view is quantised.
+        ragged: some view serves some heads only.
+        blocks: some view carries a block map.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return "sdpa", "CPU: PyTorch's flash kernel, groups of heads merged by log-sum-exp"
-    return "sdpa", f"{device.type}: PyTorch's scaled_dot_product_attention"
+    needs = [
+        word for word, wanted in (("packed", packed), ("ragged", ragged), ("block-sparse", blocks)) if wanted
+    ]
+    if not needs:
+        return "sdpa", f"{device.type}: dense keys, PyTorch's scaled_dot_product_attention"
+    missing = BACKENDS["triton"].missing(device, dtype)
+    if not missing and head_dim not in (32, 64, 128, 256):
+        missing = f"the kernel has no head_dim {head_dim}"
+    if missing:
+        return "sdpa", f"{device.type}: {' and '.join(needs)} keys by unpacking and gathering, as {missing}"
+    return "triton", f"{device.type}: reads {' and '.join(needs)} keys as they are stored"
 
 
 def find_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> Backend:
-    """The backend called ``name``, or the one `choose_backend` takes for ``"auto"``.
+    """The backend called ``name``, when it can run on this device; ``"auto"`` as for plain dense keys.
 
     Raises:
         ValueError: unknown name, or a backend that cannot run here (the message says why).
@@ -105,21 +135,30 @@ def _put(out: Tensor, heads: tuple[int, ...], dim: int, part: Tensor) -> None:
 def _tensors(view: KVView, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Plain rotated keys, and values, of a view."""
     k, v = (dequantise(x) if isinstance(x, PackedTensor) else x for x in (view.k, view.v))
-    if view.positions is not None:
-        from .rope import rotate
-
-        k = rotate(k, view.positions)
+    if view.rope is not None:
+        k = rotate(k, view.rope[:, None])
     return k.to(dtype), v.to(dtype)
 
 
-def _bias_rows(view: KVView, places: tuple[int, ...]) -> Tensor | None:
-    """The bias of a view for some of its heads: ``[1 or heads, n]``."""
-    if view.bias is None:
-        return None
-    return view.bias[None] if view.bias.dim() == 1 else _take(view.bias, places, 0)
+@dataclass
+class _Part:
+    """What one view means to one group of heads."""
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    view: KVView
+    places: tuple[int, ...]
 
 
-def _join_bias(rows: list[Tensor | None], lengths: list[int], like: Tensor) -> Tensor | None:
+def _bias_rows(part: _Part) -> Tensor | None:
+    """The bias of a view for the heads of a group: ``[1 or heads, n]``."""
+    if part.bias is None or part.bias.shape[0] == 1:
+        return part.bias
+    return _take(part.bias, part.places, 0)
+
+
+def _join_bias(rows: Sequence[Tensor | None], lengths: list[int], like: Tensor) -> Tensor | None:
     present = [row for row in rows if row is not None]
     if not present:
         return None
@@ -134,23 +173,32 @@ def _join_bias(rows: list[Tensor | None], lengths: list[int], like: Tensor) -> T
 
 
 def _attend_group(
-    backend: Backend,
-    q: Tensor,
-    parts: list[tuple[Tensor, Tensor, Tensor | None]],
-    scale: float,
-    want_lse: bool,
+    backend: Backend, q: Tensor, parts: list[_Part], scale: float, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """One group of heads over its views, by concatenation or by merging, whichever moves fewer bytes."""
-    lengths = [k.shape[1] for k, _, _ in parts]
-    # Joining reads and writes every key and value once; merging reads and writes every output about twice.
-    merging = len(parts) > 1 and backend.lse(q.device) and sum(lengths) > 2 * len(parts) * q.shape[1]
-    if not merging and len(parts) > 1:
-        bias = _join_bias([row for _, _, row in parts], lengths, q)
-        parts = [(torch.cat([k for k, _, _ in parts], 1), torch.cat([v for _, v, _ in parts], 1), bias)]
-    if len(parts) == 1:
-        k, v, bias = parts[0]
-        return backend.dense(q, k, v, bias, scale, want_lse)
-    results = [backend.dense(q, k, v, bias, scale, True) for k, v, bias in parts]
+    assert backend.dense is not None
+    results = []
+    dense = [part for part in parts if part.view.blocks is None]
+    for part in parts:
+        if part.view.blocks is not None:
+            at = part.places
+            results.append(
+                attend_blocks(q, part.k, part.v, part.bias, part.view.blocks, at, scale, backend.dense)
+            )
+    if dense:
+        # Joining reads and writes every key and value once; merging reads and writes every output about twice.
+        total = sum(part.view.num_tokens for part in dense)
+        merging = backend.lse(q.device) and total > 2 * len(dense) * q.shape[1]
+        narrow = [
+            (_take(part.k, part.places, 2), _take(part.v, part.places, 2), _bias_rows(part)) for part in dense
+        ]
+        if not merging and len(narrow) > 1:
+            ks, vs, rows = zip(*narrow, strict=True)
+            narrow = [(torch.cat(ks, 1), torch.cat(vs, 1), _join_bias(rows, [k.shape[1] for k in ks], q))]
+        want_lse = want_lse or len(results) + len(narrow) > 1
+        results += [backend.dense(q, k, v, bias, scale, want_lse) for k, v, bias in narrow]
+    if len(results) == 1:
+        return results[0]
     return merge([out for out, _ in results], [lse for _, lse in results])  # type: ignore[misc]
 
 
@@ -193,8 +241,20 @@ def attend(
                 f"view {tuple(view.k.shape)} for heads {view.heads} does not fit q {tuple(q.shape)}"
             )
     views = [view for view in views if view.num_tokens]
-    chosen = find_backend(backend, q.device, q.dtype)
     scale = d**-0.5 if scale is None else scale
+    if backend == "auto":
+        backend, _ = choose_backend(
+            q.device,
+            q.dtype,
+            head_dim=d,
+            packed=any(isinstance(view.k, PackedTensor) for view in views),
+            ragged=any(view.heads is not None for view in views),
+            blocks=any(view.blocks is not None for view in views),
+        )
+    chosen = find_backend(backend, q.device, q.dtype)
+    if chosen.family is not None:
+        out, lse = chosen.family(q, views, scale)
+        return (out, lse) if return_lse else out
     tensors = [_tensors(view, q.dtype) for view in views]
     groups = _group(tuple(view.heads for view in views), h)
     results = []
@@ -203,10 +263,11 @@ def attend(
             empty = q.new_full((b, len(heads), nq), -torch.inf, dtype=torch.float32)
             results.append((q.new_zeros(b, nq, len(heads), d), empty))
             continue
-        parts = [
-            (_take(tensors[i][0], at, 2), _take(tensors[i][1], at, 2), _bias_rows(views[i], at))
-            for i, at in members
-        ]
+        parts = []
+        for i, at in members:
+            bias = views[i].bias
+            bias = bias[None] if bias is not None and bias.dim() == 1 else bias
+            parts.append(_Part(*tensors[i], bias, views[i], at))
         results.append(_attend_group(chosen, _take(q, heads, 2), parts, scale, return_lse))
     return _collect(q, groups, results, return_lse)
 

@@ -7,7 +7,8 @@ the dispatcher's (`attention.py`).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference import reference
+from .types import KVView
 
 Dense = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float, bool], "tuple[Tensor, Tensor | None]"]
 """``(q [b,nq,h,d], k [b,nk,h,d], v, bias [h or 1, nk] or None, scale, want_lse) -> (out, lse [b,h,nq] or None)``"""
+
+Family = Callable[[Tensor, Sequence[KVView], float], "tuple[Tensor, Tensor]"]
+"""``(q, views, scale) -> (out, lse)``: reads views as they are, packed, ragged, block-sparse or un-rotated."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,15 @@ class Backend:
     """One way to compute attention."""
 
     name: str
-    dense: Dense
+    dense: Dense | None
     missing: Callable[[torch.device, torch.dtype], str]
     """Why it cannot run for this device and dtype; empty = it can."""
     bias: bool = True
     """Takes a per-key bias."""
     lse: Callable[[torch.device], bool] = lambda device: True
     """Gives the log-sum-exp at no extra cost on this device."""
+    family: Family | None = None
+    """Set when the backend takes whole views; ``dense`` is then not used."""
 
 
 def _key_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -83,14 +90,38 @@ def _always(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
+def has_module(name: str) -> bool:
+    """Whether ``name`` can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def _triton_missing(device: torch.device, dtype: torch.dtype) -> str:
+    if not has_module("triton"):
+        return "Triton is not installed (pip install triton)"
+    if interpreting():
+        return "the interpreter computes bfloat16 wrongly; use float32" if dtype == torch.bfloat16 else ""
+    if device.type != "cuda":
+        return "it needs a CUDA device; on a CPU set TRITON_INTERPRET=1 to run the kernels (slowly) in the interpreter"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or newer"
+    return ""
+
+
+def _triton(q: Tensor, views: Sequence[KVView], scale: float) -> tuple[Tensor, Tensor]:
+    from .triton_launch import attend_views
+
+    return attend_views(q, views, scale)
+
+
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(
         "sdpa", _sdpa, _always, lse=lambda device: device.type == "cpu" and _cpu_flash() is not None
     ),
     "reference": Backend("reference", _reference, _always),
+    "triton": Backend("triton", None, _triton_missing, family=_triton),
 }
-
-
-def has_module(name: str) -> bool:
-    """Whether ``name`` can be imported, without importing it."""
-    return importlib.util.find_spec(name) is not None

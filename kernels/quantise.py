@@ -1,11 +1,24 @@
-"""Pack a tensor into integer codes with one scale per group, and back. Plain PyTorch, any device."""
+"""Pack a tensor into integer codes with one scale per group, and back.
+
+Plain PyTorch on any device; on CUDA, groups of channels go through one Triton kernel without temporaries.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .backends import BACKENDS
 from .types import PackedTensor
+
+
+def _fused(device: torch.device, head_dim: int, group_size: int, bits: int, axis: int) -> bool:
+    """Whether the Triton kernels should do it. The interpreter is for tests, which call them directly."""
+    if device.type != "cuda" or BACKENDS["triton"].missing(device, torch.float32):
+        return False
+    from .triton_pack import packable
+
+    return packable(head_dim, group_size, bits, axis)
 
 
 def _grouped(x: Tensor, group_size: int, axis: int) -> Tensor:
@@ -43,6 +56,10 @@ def quantise(
     """
     if axis == 3 and x.shape[3] % group_size:
         raise ValueError(f"quantise: group_size={group_size} does not divide head_dim={x.shape[3]}")
+    if _fused(x.device, x.shape[3], group_size, bits, axis):
+        from .triton_pack import pack
+
+        return pack(x, bits, group_size, symmetric, scale_dtype)
     levels = 2**bits - 1
     groups = _grouped(x.float(), group_size, axis)
     inner = 4 if axis == 3 else 2
@@ -77,9 +94,16 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         packed: what to unpack.
-        out: a contiguous scratch of that shape; written and returned. One scratch shared by all layers keeps the
-            peak at one unpacked layer.
+        out: a scratch of that shape with contiguous channels; written and returned. One scratch shared by all
+            layers keeps the peak at one unpacked layer.
     """
+    if _fused(packed.device, packed.shape[3], packed.group_size, packed.bits, packed.axis):
+        from .triton_pack import unpack
+
+        return unpack(
+            packed,
+            torch.empty(packed.shape, dtype=packed.dtype, device=packed.device) if out is None else out,
+        )
     codes = packed.codes
     if packed.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

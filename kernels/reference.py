@@ -1,4 +1,4 @@
-"""Plain attention in fp32: the definition of right for every other path. Slow, memory-hungry and simple on purpose."""
+"""Plain attention in fp32: the definition of right for every other path. Slow and simple on purpose."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def reference(
         scale: multiplies ``q . k``; default ``d ** -0.5``.
 
     Returns:
-        The output ``[b, nq, h, d]`` and the natural log-sum-exp ``[b, h, nq]``, both fp32 (fp64 for fp64 inputs).
-        A query that may read nothing gives ``0`` and ``-inf``, the identity of `merge`.
+        The output ``[b, nq, h, d]`` and the natural log-sum-exp ``[b, h, nq]``, both fp32 (fp64
+        for fp64 inputs). A query that may read nothing gives ``0`` and ``-inf``, the identity of `merge`.
     """
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = q.shape[-1] ** -0.5 if scale is None else scale

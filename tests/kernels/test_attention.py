@@ -4,59 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import cases
+from kernel_cases import expected as expected_attention
 
 from streamvid.kernels.attention import attend, choose_backend, find_backend, merge
-from streamvid.kernels.quantise import dequantise, quantise
-from streamvid.kernels.reference import reference
 from streamvid.kernels.types import KVView
 
 
-def dense_mask_reference(q, views):
-    """Every view laid side by side; a mask says which head may read which key."""
-    b, nq, h, d = q.shape
-    ks, vs, biases, masks = [], [], [], []
-    for view in views:
-        n = view.num_tokens
-        heads = list(range(h)) if view.heads is None else list(view.heads)
-        k, v = torch.zeros(b, n, h, d), torch.zeros(b, n, h, d)
-        plain = [dequantise(x) if not isinstance(x, torch.Tensor) else x for x in (view.k, view.v)]
-        k[:, :, heads], v[:, :, heads] = plain
-        bias, mask = torch.zeros(h, n), torch.zeros(h, n, dtype=torch.bool)
-        mask[heads] = True
-        if view.bias is not None:
-            bias[heads] = view.bias.expand(len(heads), n)
-        ks.append(k), vs.append(v), biases.append(bias), masks.append(mask)
-    mask = torch.cat(masks, 1)[None, :, None, :]
-    return reference(q, torch.cat(ks, 1), torch.cat(vs, 1), mask=mask, bias=torch.cat(biases, 1))
-
-
-@st.composite
-def cases(draw):
-    torch.manual_seed(draw(st.integers(0, 10_000)))
-    b, h, d = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.sampled_from([8, 16]))
-    q = torch.randn(b, draw(st.integers(1, 40)), h, d)
-    views = []
-    for _ in range(draw(st.integers(1, 4))):
-        heads = draw(st.one_of(st.none(), st.sets(st.integers(0, h - 1), min_size=1).map(sorted)))
-        hg, n = h if heads is None else len(heads), draw(st.integers(0, 90))
-        k, v = torch.randn(b, n, hg, d), torch.randn(b, n, hg, d)
-        if n and draw(st.booleans()):
-            axis, symmetric = draw(st.sampled_from([1, 3])), draw(st.booleans())
-            bits = draw(st.sampled_from([4, 8]))
-            k, v = (quantise(x, bits, group_size=8, axis=axis, symmetric=symmetric) for x in (k, v))
-        shape = draw(st.sampled_from([None, (n,), (hg, n)]))
-        bias = None if shape is None else torch.randn(shape) * 4
-        if bias is not None and n and draw(st.booleans()):
-            bias[..., 0] = -torch.inf
-        views.append(KVView(k, v, heads=heads, bias=bias))
-    return q, views
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.sampled_from(["sdpa", "reference"]))
 def test_attend_equals_dense_attention_with_a_mask(case, backend):
     q, views = case
-    expected, expected_lse = dense_mask_reference(q, views)
+    expected, expected_lse = expected_attention(q, views)
     out, lse = attend(q, views, backend=backend, return_lse=True)
     torch.testing.assert_close(out, expected, atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=3e-6, rtol=1e-5)
@@ -67,7 +26,7 @@ def test_long_history_takes_the_merging_path_and_is_exact():
     torch.manual_seed(0)
     q = torch.randn(1, 12, 3, 16)
     views = [KVView(torch.randn(1, n, 3, 16), torch.randn(1, n, 3, 16)) for n in (200, 50, 12)]
-    expected, _ = dense_mask_reference(q, views)
+    expected, _ = expected_attention(q, views)
     torch.testing.assert_close(attend(q, views), expected, atol=3e-6, rtol=1e-5)
 
 
