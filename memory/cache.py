@@ -16,34 +16,31 @@ Life of a chunk::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 
 from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.kernels.types import KVView
-from streamvid.memory.bank import Bank, Entry
+from streamvid.memory.bank import Bank
+from streamvid.memory.codecs import KVCodec, make_codec
+from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
+from streamvid.memory.history import History
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
-from streamvid.memory.report import MemoryReport, measure
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
-Phase = Literal["idle", "noisy", "context", "lost"]
 
-
-class KVCache:
+class KVCache(History):
     """Keys and values of all layers of one stream.
 
     Args:
         geometry: sizes, dtype and device.
         policy: a memory policy, or its text form (``"window:size=12,sink=3"``).
-        codec: a codec that packs what is committed, or None for plain tensors.
+        codec: a codec that packs what is committed, or its text form (``"int4"``); None or "none" for plain tensors.
         chunk_frames: latent frames of the usual chunk. Policies leave this many free at commit, so that the next chunk
             is written where evicted frames were.
         backend: attention backend, see `streamvid.kernels.attention.choose_backend`.
@@ -61,7 +58,7 @@ class KVCache:
         self,
         geometry: KVGeometry,
         policy: str | MemoryPolicy = "window",
-        codec: Any = None,
+        codec: str | KVCodec | None = None,
         *,
         chunk_frames: int = 3,
         backend: str = "auto",
@@ -74,68 +71,47 @@ class KVCache:
     ) -> None:
         if chunk_frames < 1:
             raise ValueError(f"chunk_frames must be at least 1, got {chunk_frames}")
-        if shadow and codec is not None:
+        codec = None if codec is None else make_codec(codec)
+        self.codec = None if isinstance(codec, NoCodec) else codec
+        if shadow and self.codec is not None:
             raise ValueError(
                 "shadow keeps plain rotated keys and cannot be combined with a codec; choose one"
             )
-        self.geometry, self.codec, self.chunk_frames = geometry, codec, chunk_frames
+        self.geometry, self.chunk_frames = geometry, chunk_frames
         self.policy = build(policy, POLICIES, "memory policy")
         self.policy.validate(geometry, chunk_frames)
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
-        self._slots = codec is None
+        self._slots = self.codec is None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
         self.rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
-        self.phase: Phase = "idle"
-        self.chunk: Chunk | None = None
-        self.next_frame = 0
-        self.num_chunks = 0
+        self.phase, self.chunk = "idle", None
+        self.next_frame = self.num_chunks = self.newest = 0
         self._calls = [0] * geometry.layers
-        self.views: dict[tuple[int, int], View] = {}
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.views, self.kept, self.peak = {}, {}, 0
         self._written: set[int] = set()
-        self.peak = 0
         self._watches = overrides(self.policy, "observe") or overrides(self.policy, "refine")
 
     def _layout(self, fill: float | None) -> list[list[Bank]]:
-        geometry, chunk = self.geometry, self.chunk_frames
-        groups = self.policy.groups(geometry)
+        groups = self.policy.groups(self.geometry)
+        every = list(range(self.geometry.heads))
         banks = []
-        for layer in range(geometry.layers):
-            heads = [None] if groups is None else [list(group) for group in groups[layer] if len(group)]
-            if groups is not None and sorted(h for group in heads for h in group) != list(
-                range(geometry.heads)
-            ):
-                raise ValueError(
-                    f"head groups of layer {layer} are not a partition of {geometry.heads} heads: {heads}"
-                )
-            row = []
-            for number, members in enumerate(heads):
-                capacity = self.policy.capacity(geometry, layer, number, chunk)
-                if capacity is not None and self.retain:
-                    capacity += chunk
-                members = members if members is None else sorted(members)
-                row.append(
-                    Bank(
-                        geometry,
-                        layer,
-                        number,
-                        members,
-                        capacity,
-                        codec=self.codec,
-                        fill=fill,
-                        shadow=self.shadow,
-                    )
-                )
-            banks.append(row)
+        for layer in range(self.geometry.layers):
+            parts = [None] if groups is None else [sorted(group) for group in groups[layer]]
+            if groups is not None and sorted(head for part in parts for head in part or ()) != every:
+                raise ValueError(f"head groups of layer {layer} do not partition {len(every)} heads: {parts}")
+            banks.append([self._bank(layer, i, part, fill) for i, part in enumerate(parts) if part != []])
         return banks
 
-    def all_banks(self) -> Iterator[Bank]:
-        """Every bank, in order of layers."""
-        for row in self.banks:
-            yield from row
+    def _bank(self, layer: int, group: int, heads: list[int] | None, fill: float | None) -> Bank:
+        capacity = self.policy.capacity(self.geometry, layer, group, self.chunk_frames)
+        if capacity is not None and self.retain:
+            capacity += self.chunk_frames
+        return Bank(
+            self.geometry, layer, group, heads, capacity, codec=self.codec, fill=fill, shadow=self.shadow
+        )
 
     # ---- the chunk -----------------------------------------------------------------------------------------------
 
@@ -240,7 +216,9 @@ class KVCache:
         for bank in self.all_banks():
             self._commit_bank(bank, chunk)
         self.next_frame += chunk.count
-        self.num_chunks += 1
+        if self.next_frame > self.newest:
+            self.newest = self.next_frame
+            self.num_chunks += 1
         self._end()
 
     def begin_fused(self, frames: int) -> FusedPass | None:
@@ -266,96 +244,9 @@ class KVCache:
         """Drop the chunk in progress: the committed state is as it was before `begin_chunk`. Harmless when idle."""
         for bank in self.all_banks():
             bank.discard()
-        if self.phase != "lost":
-            self._end()
-
-    # ---- between chunks --------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget everything; storage stays allocated, so that a new clip costs no allocation."""
-        self.abort()
-        for bank in self.all_banks():
-            bank.clear()
-        self.next_frame = self.num_chunks = 0
-
-    def rebuild(self, start: int, *, keep_sink: bool = False) -> None:
-        """Forget the history in order to encode it again, from latent frame ``start`` on (prompt change: re-cache).
-
-        The caller then runs context passes over the clean latents from ``start`` on: all in one chunk (LongLive's
-        bidirectional re-cache) or chunk by chunk (causal re-cache). With ``keep_sink`` the sink's entries stay; give
-        ``begin_chunk(frames, skip=sink frames)`` so that the first frames run as queries only, as LongLive does when
-        the sink is global and the re-cached range does not begin with it.
-        """
-        self._require("idle", "rebuild")
-        if start < 0:
-            raise ValueError(f"rebuild must start at a latent frame of 0 or more, got {start}")
-        for bank in self.all_banks():
-            sink = [entry for entry in bank.entries if entry.region == "sink"] if keep_sink else []
-            bank.keep(sink)
-            if not keep_sink:
-                bank.clear()
-        self.next_frame = start
-
-    def rewind(self, frames: int) -> None:
-        """Forget the newest ``frames`` latent frames, to encode them again (micro re-cache of the last chunk)."""
-        self._require("idle", "rewind")
-        if not 0 < frames <= self.next_frame:
-            raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
-        first = self.next_frame - frames
-        for bank in self.all_banks():
-            bank.drop([entry for entry in bank.entries if entry.frames and entry.frames[0] >= first])
-        self.next_frame = first
-
-    def flush(self, keep: int = 0, *, sink: bool = True) -> None:
-        """Forget all but the sink (if ``sink``) and the newest ``keep`` frames: immediate response to a new prompt."""
-        self._require("idle", "flush")
-        if keep < 0:
-            raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
-        for bank in self.all_banks():
-            pinned = [e for e in bank.entries if sink and e.region == "sink"]
-            rest = [e for e in bank.entries if e not in pinned and e.frames]
-            newest: list[Entry] = []
-            while rest and sum(e.num_frames for e in newest) + rest[-1].num_frames <= keep:
-                newest.append(rest.pop())
-            bank.keep(pinned + newest)
-
-    def prompt_changed(self, event: dict[str, Any]) -> None:
-        """Tell the policy of a new prompt; ``event`` holds what it needs (for SWIFT: embeddings by head and rho)."""
-        self._require("idle", "prompt_changed")
-        for bank in self.all_banks():
-            self.policy.on_prompt(bank, event)
-
-    # ---- accounting and snapshots ------------------------------------------------------------------------------------
-
-    def report(self) -> MemoryReport:
-        """Bytes by region, scratch and peak, counted on the tensors."""
-        return measure(self)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
-        from streamvid.memory.snapshot import dump
-
-        self._require("idle", "state_dict")
-        return dump(self)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a snapshot made by a cache of the same geometry, policy and codec.
-
-        Raises:
-            ValueError: the snapshot belongs to another kind of cache.
-        """
-        from streamvid.memory.snapshot import restore
-
-        self.abort()
-        restore(self, state)
+        self._end()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _require(self, phase: Phase, what: str) -> None:
-        if self.phase != phase:
-            raise ValueError(
-                f"{what} needs an {phase} cache, but it is in phase {self.phase!r}; commit or abort first"
-            )
 
     def _in_chunk(self, what: str) -> tuple[Chunk, Stage]:
         if self.chunk is None or self.phase not in ("noisy", "context"):

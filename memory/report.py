@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from streamvid.memory.bank import Bank
-    from streamvid.memory.cache import KVCache
+    from streamvid.memory.history import History
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class MemoryReport:
         }
 
 
-def measure(cache: KVCache) -> MemoryReport:
+def measure(cache: History) -> MemoryReport:
     """Count what a cache holds now."""
     regions: dict[str, int] = {}
     free = state = rotated = dense = 0
@@ -91,7 +91,7 @@ def entry_bytes(bank: Bank, entry: Any) -> int:
     return size + sum(x.nbytes for x in (entry.positions, entry.count) if x is not None)
 
 
-def _table_bytes(cache: KVCache) -> int:
+def _table_bytes(cache: History) -> int:
     """Rotation tables and biases, each counted once."""
     tensors = list(cache.rope.tensors())
     for view in cache.views.values():

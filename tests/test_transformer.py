@@ -210,7 +210,7 @@ class Replay:
     def after_block(self, layer, h_in, h_out):
         if self.blocks:
             self.kept[layer] = h_out
-        return None
+        return
 
     def before_module(self, layer, name):
         self.skipped += not self.blocks and (layer, name) in self.kept
@@ -219,7 +219,7 @@ class Replay:
     def after_module(self, layer, name, out):
         if not self.blocks:
             self.kept[layer, name] = out
-        return None
+        return
 
 
 @pytest.mark.parametrize("blocks", [True, False])

@@ -109,7 +109,7 @@ def test_token_selection_differs_by_item_and_head(by_head):
 
 @dataclass(kw_only=True)
 class Summaries(MemoryPolicy):
-    """After two chunks: all older tokens of a frame position merged pairwise with counts, and one token without RoPE."""
+    """After two chunks: the two oldest frames merged pairwise with counts, and one token without RoPE."""
 
     def commit(self, bank, chunk):
         if chunk.index != 1:
