@@ -114,6 +114,14 @@ class History:
         for bank in self.all_banks():
             self.policy.on_prompt(bank, event)
 
+    def scene_cut(self) -> bool:
+        """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
+        self._require("idle", "scene_cut")
+        kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
+        if not all(kept):
+            self.reset()
+        return all(kept)
+
     def report(self) -> MemoryReport:
         """Bytes by region, scratch and peak, counted on the tensors."""
         return measure(self)

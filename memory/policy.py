@@ -149,6 +149,13 @@ class MemoryPolicy:
     def on_prompt(self, bank: Bank, event: dict[str, Any]) -> None:
         """React to a new prompt between chunks; ``event``: what the stream knows (see `KVCache.prompt_changed`)."""
 
+    def on_cut(self, bank: Bank) -> bool:
+        """Prepare for a scene cut between chunks. True: the policy keeps its history (a gap in time makes the cut).
+
+        False, the default: the cache forgets everything and the next chunk starts a new clip.
+        """
+        return False
+
 
 def overrides(policy: MemoryPolicy, hook: str) -> bool:
     """Whether a policy implements an optional hook (so that the cache may skip preparing its arguments)."""

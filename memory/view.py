@@ -197,8 +197,8 @@ def _contiguous(bank: Bank, pieces: list[Piece]) -> tuple[int, int] | None:
         if piece.slots != tuple(range(piece.slots[0], piece.slots[0] + len(piece.slots))):
             return None
         slots += piece.slots
-    if not slots or max(slots) - min(slots) + 1 != len(slots):
-        return None
+    if not slots or max(slots) - min(slots) + 1 != len(slots) or len(set(slots)) != len(slots):
+        return None  # gaps, or an entry shown twice
     return min(slots) * size, (max(slots) + 1) * size
 
 

@@ -21,7 +21,9 @@ from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 

@@ -32,7 +32,7 @@ class StreamConfig:
     """The first chunk has one latent frame (Self-Forcing image-start checkpoints)."""
     context_noise: float = 0.0
     """Timestep of the context pass."""
-    memory: str = "full"
+    memory: str = "auto"
     """Default memory policy, in the text form of ``memory.spec``."""
     codec: str = "none"
     height: int = 480

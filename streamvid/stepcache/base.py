@@ -33,7 +33,7 @@ from streamvid.stepcache.types import (
     StepOutput,
 )
 
-FEW_STEP_CACHES = "mask, tokens, taocache, adams, exit, flowcache, guard, fused"
+FEW_STEP_CACHES = "mask, tokens, taocache, adams, exit, motion, guard, fused"
 
 
 @state_type
@@ -60,6 +60,13 @@ class StepCache:
     """Settings of a method; the fields are what the text form accepts. ``open`` gives a stream its
     session."""
 
+    name: ClassVar[str] = ""
+    neutral: ClassVar[str] = ""
+    """A text that makes the method run every step in full; the property tests use it."""
+    lively: ClassVar[str] = ""
+    """A text that surely skips something; empty for methods that never do."""
+    knob: ClassVar[tuple[str, ...]] = ()
+    """Texts of rising aggressiveness: compute must never rise along them."""
     kinds: ClassVar[frozenset[str]] = frozenset({"fresh", "same"})
     """Kinds of sampling the method is valid for: ``fresh`` noise (few-step) or ``same`` (many-step)."""
     why_not: ClassVar[str] = "it reuses predictions that carry the previous step's noise"
@@ -68,13 +75,12 @@ class StepCache:
     def open(self, plan: SamplingPlan) -> Session:
         """A fresh session. Raises StreamvidError when the method cannot be valid for this sampling."""
         if plan.noise_kind not in self.kinds:
-            name = getattr(self, "name", type(self).__name__)
             if plan.noise_kind == "fresh":
                 raise StreamvidError(
-                    f"step cache {name!r} does not fit few-step sampling with fresh noise: {self.why_not}; "
+                    f"step cache {self.name!r} does not fit few-step sampling with fresh noise: {self.why_not}; "
                     f"use one of {FEW_STEP_CACHES}"
                 )
-            raise StreamvidError(f"step cache {name!r} does not fit many-step sampling: {self.why_not}")
+            raise StreamvidError(f"step cache {self.name!r} does not fit many-step sampling: {self.why_not}")
         return self.session_type(self, plan)
 
 
@@ -86,6 +92,9 @@ class Session:
 
     static: ClassVar[bool] = False
     """``decide`` looks at the step index only: no device-to-host sync, ever."""
+    ties_clips: bool | None = None
+    """A decision or a learned number would depend on all clips of a batch, so that a clip would not equal
+    its solo run; such sessions stay full in batches. None: true unless ``static``."""
     per_branch: ClassVar[bool] = False
     """Each branch decides for itself; otherwise the unconditional one follows the conditional one."""
     needs_block_hooks: ClassVar[bool] = False
@@ -277,6 +286,10 @@ class Session:
             return full("warmup")
         if info.chunk.kind == "first" or self.chunks_done == 0:
             return full("first")
+        ties = not self.static if self.ties_clips is None else self.ties_clips
+        if ties and x_t.shape[0] > 1:
+            self.warn("this step cache would tie the clips of a batch together; it is off for batches")
+            return full("batch")
         if self.keeps and not self._history.get(info.branch):
             return full("warmup")
         return None
@@ -297,6 +310,9 @@ def full(reason: str) -> Decision:
 @dataclass(kw_only=True)
 class NoCache(StepCache):
     """Every step in full: the plain loop."""
+
+    name: ClassVar[str] = "none"
+    neutral: ClassVar[str] = "none"
 
 
 class _NoSession(Session):

@@ -153,6 +153,8 @@ class SamplingPlan:
     num_layers: int = 1
     patch: tuple[int, int] = (2, 2)
     shares: ModuleShares = ModuleShares()
+    time_change: tuple[float, ...] | None = None
+    """Relative L1 change of the model's projected time embedding from the last step (0 for the first)."""
     key: dict[str, object] | None = field(default=None, hash=False)
     """Identity of the run (see ``calibration.make_key``); None when it is not known."""
 
