@@ -45,7 +45,7 @@ def recache(
         prompt: the new prompt.
         latents: the newest clean latents ``[b, n, c, h, w]``, n = ``recache_frames(cache, mode)``.
         mode: ``window``: all frames in one pass in which they see each other in both directions (LongLive 1.x);
-            ``causal``: chunk by chunk, as they were made; ``micro``: the last chunk only, the rest keeps its old prompt.
+            ``causal``: chunk by chunk, as they were made; ``micro``: the last chunk only, the rest stays.
         keep_sink: keep the sink's old keys and values where the frames do not reach back to it (LongLive's
             ``global_sink``); otherwise the oldest encoded frames become the sink.
         timestep: of the context pass.

@@ -1,8 +1,8 @@
 """Check folders of recorded cases against this installation, through the public loading path.
 
 A case is a folder with ``config.json`` and ``case.safetensors`` (inputs and recorded tensors), and the weights it was
-recorded with as ``weights.safetensors`` or ``weights.pt``. What kind of case it is follows from what it holds, never from
-its name. Nothing depends on sizes, seeds or schedules of a given case.
+recorded with as ``weights.safetensors`` or ``weights.pt``. What kind of case it is follows from what it holds, never
+from its name. Nothing depends on sizes, seeds or schedules of a given case.
 """
 
 from __future__ import annotations
@@ -58,17 +58,19 @@ def verify(path: Path) -> Iterator[CaseResult]:
 
 def verify_case(folder: Path) -> CaseResult:
     """Check one case; a case that cannot be run is a result with a problem, not an exception."""
+    kind = "unreadable"
     try:
         config = json.loads((folder / "config.json").read_text())
         names = read_weights(folder / "case.safetensors").tensors.keys()
         kind, check = _kind(config, set(names))
         return CaseResult(folder, kind, check(folder))
-    except (StreamvidError, ValueError) as error:
-        return CaseResult(folder, "unreadable", problem=str(error))
     except OSError as error:
-        return CaseResult(
-            folder, "unreadable", problem=f"{folder}: config.json cannot be read ({error.strerror})"
-        )
+        problem = f"{folder}: config.json cannot be read ({error.strerror})"
+    except (StreamvidError, ValueError) as error:
+        problem = str(error)
+    except KeyError as error:
+        problem = f"{folder}: {error} is missing from config.json or case.safetensors"
+    return CaseResult(folder, kind, problem=problem)
 
 
 def _kind(config: dict[str, Any], names: set[str]) -> tuple[str, Callable[[Path], list[Deviation]]]:

@@ -17,9 +17,9 @@ from streamvid.checkpoints import load_transformer
 from streamvid.errors import CheckpointError
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.memory.cache import KVCache
+from streamvid.recache import recache, recache_frames
 from streamvid.schedule import FlowSchedule
 from streamvid.transformer import CausalWan
-from streamvid.recache import recache, recache_frames
 from streamvid.verify_units import max_abs
 from streamvid.verify_vae import ABSOLUTE_LIMIT, Deviation
 
