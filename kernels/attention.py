@@ -153,23 +153,23 @@ class _Part:
 
 def _bias_rows(part: _Part) -> Tensor | None:
     """The bias of a view for the heads of a group: ``[1 or heads, n]``."""
-    if part.bias is None or part.bias.shape[0] == 1:
+    if part.bias is None or part.bias.shape[1] == 1:
         return part.bias
-    return _take(part.bias, part.places, 0)
+    return _take(part.bias, part.places, 1)
 
 
 def _join_bias(rows: Sequence[Tensor | None], lengths: list[int], like: Tensor) -> Tensor | None:
     present = [row for row in rows if row is not None]
     if not present:
         return None
-    height = max(row.shape[0] for row in present)
+    size = max(row.shape[0] for row in present), max(row.shape[1] for row in present)
     full = [
-        torch.zeros(height, n, dtype=torch.float32, device=like.device)
+        torch.zeros(*size, n, dtype=torch.float32, device=like.device)
         if row is None
-        else row.expand(height, n)
+        else row.expand(*size, n)
         for row, n in zip(rows, lengths, strict=True)
     ]
-    return torch.cat(full, dim=1)
+    return torch.cat(full, dim=2)
 
 
 def _attend_group(
@@ -266,7 +266,8 @@ def attend(
         parts = []
         for i, at in members:
             bias = views[i].bias
-            bias = bias[None] if bias is not None and bias.dim() == 1 else bias
+            if bias is not None:
+                bias = bias.reshape((1,) * (3 - bias.dim()) + bias.shape)
             parts.append(_Part(*tensors[i], bias, views[i], at))
         results.append(_attend_group(chosen, _take(q, heads, 2), parts, scale, return_lse))
     return _collect(q, groups, results, return_lse)

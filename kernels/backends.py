@@ -19,7 +19,8 @@ from .reference import reference
 from .types import KVView
 
 Dense = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float, bool], "tuple[Tensor, Tensor | None]"]
-"""``(q [b,nq,h,d], k [b,nk,h,d], v, bias [h or 1, nk] or None, scale, want_lse) -> (out, lse [b,h,nq] or None)``"""
+"""``(q [b,nq,h,d], k [b,nk,h,d], v, bias, scale, want_lse) -> (out, lse [b,h,nq] or None)``; bias fp32
+``[b or 1, h or 1, nk]`` or None."""
 
 Family = Callable[[Tensor, Sequence[KVView], float], "tuple[Tensor, Tensor]"]
 """``(q, views, scale) -> (out, lse)``: reads views as they are, packed, ragged, block-sparse or un-rotated."""
@@ -42,7 +43,7 @@ class Backend:
 
 
 def _key_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)[None, :, None, :]
+    return None if bias is None else bias.to(dtype)[:, :, None]
 
 
 def _cpu_flash() -> Callable | None:
@@ -71,11 +72,9 @@ def _sdpa(
     flash = _cpu_flash()
     if q.device.type != "cpu" or flash is None:
         return _plain(q, k, v, bias, scale)
-    if mask is not None and qt.shape[1] != mask.shape[1] != 1:
-        raise ValueError(f"bias for {mask.shape[1]} heads, queries of {qt.shape[1]}")
     out, lse = flash(qt, kt, vt, attn_mask=mask, scale=scale)
     if bias is not None:  # the kernel answers 0 for a row without keys
-        lse = lse.masked_fill(~(bias > -torch.inf).any(-1)[None, :, None], -torch.inf)
+        lse = lse.masked_fill(~(bias > -torch.inf).any(-1)[..., None], -torch.inf)
     return out.transpose(1, 2), lse
 
 

@@ -56,7 +56,7 @@ class _Gather:
     bias: Tensor | None
     """fp32 ``[problems, keys]``: the map's own bias, and ``-inf`` where there is no key."""
     bias_index: Tensor
-    """Where each key's own bias is in ``[hg * n]``, for views that have one for each head."""
+    """Where each key's own bias is in ``[b * hg * n]``."""
 
 
 def _buckets(counts: Tensor, width: int, row_elements: int) -> Iterator[tuple[int, Tensor]]:
@@ -114,7 +114,7 @@ def _plan(blocks: BlockMap, batch: int, places: tuple[int, ...], head_dim: int) 
                 key_rows=((item[:, None] * n + keys) * hg + at[:, None]).flatten(),
                 out_rows=out_rows.flatten(),
                 bias=bias,
-                bias_index=at[:, None] * n + keys,
+                bias_index=(item * hg + at)[:, None] * n + keys,
             )
         )
     return plan
@@ -136,7 +136,7 @@ def attend_blocks(
         q: ``[b, nq, h, d]``, the heads of a group.
         k: ``[b, n, hg, d]``, all heads of the view.
         v: like ``k``.
-        bias: ``[1 or hg, n]``.
+        bias: ``[1 or b, 1 or hg, n]``.
         blocks: the view's map.
         places: for each of the ``h`` heads, its place among the view's ``hg``.
         scale: multiplies ``q . k``.
@@ -156,7 +156,7 @@ def attend_blocks(
         problems, queries, keys = gather.shape
         extra = gather.bias
         if bias is not None:
-            own = bias.expand(k.shape[2], -1).reshape(-1)[gather.bias_index]
+            own = bias.expand(b, k.shape[2], -1).reshape(-1)[gather.bias_index]
             extra = own if extra is None else extra + own
         # A problem takes the place of a head, as a bias may differ between heads but not between batch items.
         gq = q_flat.index_select(0, gather.query_rows).view(1, problems, queries, d).transpose(1, 2)
@@ -164,7 +164,7 @@ def attend_blocks(
             flat.index_select(0, gather.key_rows).view(1, problems, keys, d).transpose(1, 2)
             for flat in (k_flat, v_flat)
         )
-        part, part_lse = dense(gq, gk, gv, extra, scale, True)
+        part, part_lse = dense(gq, gk, gv, None if extra is None else extra[None], scale, True)
         assert part_lse is not None
         out.index_copy_(0, gather.out_rows, part[0].transpose(0, 1).reshape(-1, d))
         lse.index_copy_(0, gather.out_rows, part_lse[0].float().reshape(-1))

@@ -22,7 +22,7 @@ def reference(
         k: ``[b, nk, h, d]``.
         v: ``[b, nk, h, d]``.
         mask: bool, broadcastable to ``[b, h, nq, nk]``; True = the query may read the key.
-        bias: logits added to each key, ``[nk]`` or ``[h, nk]``.
+        bias: logits added to each key, ``[nk]``, ``[h, nk]`` or ``[b, h, nk]``.
         scale: multiplies ``q . k``; default ``d ** -0.5``.
 
     Returns:
@@ -33,7 +33,7 @@ def reference(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = torch.einsum("bqhd,bkhd->bhqk", q.to(work), k.to(work)) * scale
     if bias is not None:
-        logits = logits + (bias if bias.dim() == 2 else bias[None])[None, :, None, :].to(work)
+        logits = logits + bias.reshape((1,) * (3 - bias.dim()) + bias.shape)[:, :, None].to(work)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     if logits.shape[-1] == 0:

@@ -82,7 +82,7 @@ def attention_kernel(
     q, k, v, k_scale, k_zero, v_scale, v_zero, cos, sin, bias, block_bias, heads, indices, counts, q_table, k_table,
     out, lse,
     nq, nk, view_heads, q_blocks, k_blocks, indices_width, indices_batch, scale_log2,
-    q_sb, q_sn, q_sh, k_sb, k_sn, k_sh, v_sb, v_sn, v_sh, o_sb, o_sn, o_sh, bias_sh, num_heads,
+    q_sb, q_sn, q_sh, k_sb, k_sn, k_sh, v_sb, v_sn, v_sh, o_sb, o_sn, o_sh, bias_sb, bias_sh, num_heads,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_SYMMETRIC: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_SYMMETRIC: tl.constexpr,
@@ -91,7 +91,7 @@ def attention_kernel(
 ):  # fmt: skip
     """Attention of one query block of one head over the keys of one view.
 
-    Grid: ``(query blocks, batch * heads of the view)``. ``out`` is ``[b, nq, h, d]`` and ``lse`` (natural log)
+    Grid: (query blocks, batch * heads of the view). ``out`` is ``[b, nq, h, d]`` and ``lse``, natural log,
     ``[b, h, nq]``, over all heads of the call. With CARRY they already hold the result over other views and are continued.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -189,7 +189,10 @@ def attention_kernel(
             z = tl.dot(q_tile, tile.to(q_tile.dtype), input_precision=PRECISION)
         z *= scale_log2
         if BIAS:
-            z += tl.load(bias + place * bias_sh + token, mask=valid, other=0.0)[None, :] * LOG2E
+            z += (
+                tl.load(bias + batch * bias_sb + place * bias_sh + token, mask=valid, other=0.0)[None, :]
+                * LOG2E
+            )
         if BLOCK_BIAS:
             z += tl.load(block_bias + place * k_blocks + block) * LOG2E
         z = tl.where(valid[None, :], z, float("-inf"))

@@ -109,7 +109,9 @@ def _launch(
     queries = Blocks(nq, config.block_m) if blocks is None else blocks.queries
     keys = Blocks(n, config.block_n) if blocks is None else blocks.keys
     cos, sin = (q, q) if view.rope is None else view.trig()
-    bias = view.bias
+    bias = None if view.bias is None else view.bias.expand(b, view_heads, n)
+    if bias is not None and bias.stride(2) != 1:
+        bias = bias.contiguous()
     heads = None if view.heads is None else _head_table(view.heads, q.device)
     wide = max(n * k.stride(1), n * v.stride(1), nq * q.stride(1)) >= 2**31
     attention_kernel[(queries.count, b * view_heads)](
@@ -127,7 +129,7 @@ def _launch(
         0 if blocks is None or blocks.indices.shape[0] == 1 else view_heads * queries.count,
         scale * math.log2(math.e),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        0 if bias is None or bias.dim() == 1 else bias.stride(0),
+        *((0, 0) if bias is None else bias.stride()[:2]),
         num_heads,
         D=d, BM=queries.size, BN=keys.size,
         K_BITS=k_bits, K_GROUP=k_group, K_SYMMETRIC=k_symmetric,

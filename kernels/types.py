@@ -135,8 +135,8 @@ class KVView:
         v: like ``k``.
         heads: the ``hg`` query heads this view serves, ascending; None = all heads. A sequence of ints or a
             LongTensor on the CPU: grouping happens on the host and must not wait for a device.
-        bias: fp32 logits added to each key, ``[n]`` or ``[hg, n]`` (log counts, log decay; ``-inf`` drops
-            a key).
+        bias: fp32 logits added to each key, ``[n]``, ``[hg, n]`` or ``[b, hg, n]`` (log counts, log decay;
+            ``-inf`` drops a key).
         rope: complex ``[n, d/2]`` (`rope.rope_table`) that turns un-rotated keys; None = ``k`` is rotated.
         blocks: the blocks that each block of queries reads; None = every query reads every key.
 
@@ -175,8 +175,10 @@ class KVView:
             raise ValueError(
                 f"KVView: heads {self.heads} must be {hg} ascending head numbers, one for each in k"
             )
-        if bias is not None and tuple(bias.shape) not in ((n,), (hg, n)):
-            raise ValueError(f"KVView: bias {tuple(bias.shape)} must be [{n}] or [{hg}, {n}]")
+        if bias is not None and tuple(bias.shape) not in ((n,), (hg, n), (b, hg, n)):
+            raise ValueError(
+                f"KVView: bias {tuple(bias.shape)} must be [{n}], [{hg}, {n}] or [{b}, {hg}, {n}]"
+            )
         if rope is not None and tuple(rope.shape) != (n, d // 2):
             raise ValueError(f"KVView: rope {tuple(rope.shape)} must be [{n}, {d // 2}]")
         if blocks is not None and (

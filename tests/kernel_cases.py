@@ -25,18 +25,18 @@ def expected(q, views):
         keys = plain(view.k).float()
         k[:, :, heads] = keys if view.rope is None else rotate(keys, view.rope[:, None])
         v[:, :, heads] = plain(view.v).float()
-        bias, mask = torch.zeros(h, n), torch.zeros(b, h, nq, n, dtype=torch.bool)
+        bias, mask = torch.zeros(b, h, n), torch.zeros(b, h, nq, n, dtype=torch.bool)
         mask[:, heads] = True if view.blocks is None else dense_mask(view.blocks)
         if view.bias is not None:
-            bias[heads] = view.bias.expand(len(heads), n)
+            bias[:, heads] = view.bias.expand(b, len(heads), n)
         if view.blocks is not None and view.blocks.bias is not None:
             for block, tokens in enumerate(view.blocks.keys.tokens(q.device).tolist()):
                 for token in tokens:
                     if token >= 0:
-                        bias[heads, token] += view.blocks.bias[:, block]
+                        bias[:, heads, token] += view.blocks.bias[:, block]
         ks.append(k), vs.append(v), biases.append(bias), masks.append(mask)
     return reference(
-        q, torch.cat(ks, 1), torch.cat(vs, 1), mask=torch.cat(masks, 3), bias=torch.cat(biases, 1)
+        q, torch.cat(ks, 1), torch.cat(vs, 1), mask=torch.cat(masks, 3), bias=torch.cat(biases, 2)
     )
 
 
@@ -76,7 +76,7 @@ def cases(draw, max_views=3, max_tokens=70):
             axis, symmetric = draw(st.sampled_from([1, 3, 3])), draw(st.booleans())
             k = quantise(k, draw(st.sampled_from([4, 8])), group_size=8, axis=axis, symmetric=symmetric)
             v = quantise(v, draw(st.sampled_from([4, 8])), group_size=8, axis=axis, symmetric=symmetric)
-        shape = draw(st.sampled_from([None, (n,), (hg, n)]))
+        shape = draw(st.sampled_from([None, (n,), (hg, n), (b, hg, n)]))
         bias = None if shape is None else torch.randn(shape) * 4
         if bias is not None and n and draw(st.booleans()):
             bias[..., 0] = -torch.inf
