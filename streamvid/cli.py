@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "bench_stream",
         "First frame, chunk period, control latency, memory, against the floor.",
     ),
+    "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
     "info": ("info", "What a checkpoint is: geometry, size, memory by window, and what it lacks to run."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
