@@ -99,7 +99,9 @@ def _reference_key(study: Study, cell: Cell) -> str | None:
     reference = study.reference_of(cell.variant)
     if reference is None:
         return None
-    shared = {name: getattr(cell, name) for name in ("prompt", "seed", "num_frames", "height", "width")}
+    shared = {
+        name: getattr(cell, name) for name in ("prompt", "seed", "num_frames", "height", "width", "probe")
+    }
     return study.key(Cell(variant=reference, **shared))
 
 

@@ -69,6 +69,8 @@ class Cell:
     num_frames: int
     height: int | None = None
     width: int | None = None
+    probe: bool = False
+    """Also look where attention goes, in a second, untimed pass over the first chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class Study:
     width: int | None = None
     segment_frames: int = 48
     metrics: tuple[str, ...] = GROUPS
+    attention_mass: bool = False
+    """Measure the shares of attention by region, on the first prompt and seed."""
     judge: bool = True
     """Score prompts that the embedded model's judge understands."""
     orderings: tuple[str, ...] = ()
@@ -107,8 +111,15 @@ class Study:
         ordered = list(dict.fromkeys(listed.get(r, r) for r in references))
         ordered += [v for v in self.variants if v not in ordered]
         shape = {"num_frames": self.num_frames, "height": self.height, "width": self.width}
+        first = (self.prompts[0], self.seeds[0])
         return [
-            Cell(variant=variant, prompt=prompt, seed=seed, **shape)
+            Cell(
+                variant=variant,
+                prompt=prompt,
+                seed=seed,
+                probe=self.attention_mass and (prompt, seed) == first,
+                **shape,
+            )
             for prompt, seed in itertools.product(self.prompts, self.seeds)
             for variant in ordered
         ]
@@ -123,6 +134,8 @@ class Study:
             "clip": [cell.prompt, cell.seed, cell.num_frames, cell.height, cell.width],
             "measure": [self.segment_frames, sorted(self.metrics), self.judge],
         }
+        if cell.probe:
+            content["probe"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -154,6 +167,7 @@ _PLAIN = {
     "width": int,
     "segment_frames": int,
     "judge": bool,
+    "attention_mass": bool,
     "axis_x": str,
 }
 _LISTS = {"prompts": str, "seeds": int, "metrics": str, "orderings": str}

@@ -9,6 +9,8 @@ import numpy as np
 
 from streamvid.eval.grid import DEFAULT, Cell
 
+PROBED = 24
+"""Chunks whose attention is looked at."""
 WARM_UP = 3
 """First chunks whose time is left out of medians: the memory is still filling."""
 
@@ -61,7 +63,11 @@ class StreamRenderer:
         variant = cell.variant
         pipe = self.pipe(variant.model, variant.attention)
         with pipe.stream(cell.prompt, **stream_options(cell)) as stream:
-            return watch_stream(stream)
+            rendered = watch_stream(stream)
+        if cell.probe:
+            with pipe.stream(cell.prompt, **stream_options(cell)) as stream:
+                rendered.attention_mass = attention_mass(stream)
+        return rendered
 
 
 def stream_options(cell: Cell) -> dict[str, Any]:
@@ -103,6 +109,19 @@ def watch_stream(stream: Any) -> Rendered:
         regions=regions,
         kv=kv,
     )
+
+
+def attention_mass(stream: Any, chunks: int = PROBED) -> list[dict[str, float]]:
+    """Share of attention of each region in the context pass of each of the first chunks."""
+    from streamvid.memory.mass import RegionMass
+
+    mass = RegionMass()
+    stream.watch_attention(mass)
+    shares = []
+    for _, chunk in zip(range(chunks + 1), stream.chunks(), strict=False):
+        if chunk.index:  # a chunk's context pass is run when the next one is asked for
+            shares.append(mass.take())
+    return shares
 
 
 def _memory(stats: dict[str, Any]) -> dict[str, int]:

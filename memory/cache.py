@@ -21,6 +21,7 @@ from torch import Tensor
 
 from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
+from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
@@ -30,6 +31,7 @@ from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.history import History
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
+from streamvid.memory.sparse import SparseMaps
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
@@ -44,6 +46,8 @@ class KVCache(History):
         chunk_frames: latent frames of the usual chunk. Policies leave this many free at commit, so that the next chunk
             is written where evicted frames were.
         backend: attention backend, see `streamvid.kernels.attention.choose_backend`.
+        sparse: a block selection rule, or its text form (``"topk:density=0.25"``, see `streamvid.kernels.selectors`):
+            each block of queries reads only the key blocks chosen in the chunk's first pass. None = every key.
         shadow: keep rotated keys across passes instead of turning one layer's keys at every call. Costs half of the
             cache's bytes again, saves time where attention is not the bottleneck; plain tensors only.
         retain: keep what the next chunk will not see until that chunk commits (costs ``chunk_frames`` more slots), so
@@ -62,6 +66,7 @@ class KVCache(History):
         *,
         chunk_frames: int = 3,
         backend: str = "auto",
+        sparse: str | Selector | None = None,
         shadow: bool = False,
         retain: bool = False,
         subsets: bool = False,
@@ -85,6 +90,8 @@ class KVCache(History):
         self._slots = self.codec is None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
+        self.sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
+        self._reads_stored = self.codec is not None and sparse is None and backend == "triton"
         self.rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
         self.phase, self.chunk = "idle", None
@@ -171,10 +178,18 @@ class KVCache(History):
             q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
             view = self._view(bank, q_group, k_group, v_group, stage)
-            keys, values = view.fill(bank, k_group, v_group, self.scratch)
-            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias))
             table = view.query_table if tokens is None else view.query_table[tokens]
-            queries.append((bank, rotate(q_group, table)))
+            q_group = rotate(q_group, table)
+            queries.append((bank, q_group))
+            stored = view.stored(k_group, v_group) if self._reads_stored else None
+            if stored is not None:
+                outputs += [KVView(a, b, bank.heads, bias, turn) for a, b, turn, bias in stored]
+                continue
+            keys, values = view.fill(bank, k_group, v_group, self.scratch)
+            blocks = None
+            if self.sparse is not None and tokens is None:
+                blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
+            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
@@ -224,13 +239,14 @@ class KVCache(History):
     def begin_fused(self, frames: int) -> FusedPass | None:
         """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
 
-        Returns None where that would not be exact (the policy edits or watches, or a codec packs): run
+        Returns None where that would not be exact (the policy edits or watches, a codec packs, maps are sparse): run
         `begin_context`, the pass, `commit` and `begin_chunk` instead. Afterwards call `finish_fused`.
         """
         self._in_chunk("begin_fused")
         if frames < 1:
             raise ValueError(f"a chunk needs at least 1 latent frame, got {frames}")
-        if not self.policy.fusable or self._watches or self.codec is not None or self.chunk.skip:
+        exact = self.policy.fusable and not self._watches and self.codec is None and self.sparse is None
+        if not exact or self.chunk.skip:
             return None
         self.begin_context()
         return FusedPass(self, frames)
@@ -244,139 +260,7 @@ class KVCache(History):
         """Drop the chunk in progress: the committed state is as it was before `begin_chunk`. Harmless when idle."""
         for bank in self.all_banks():
             bank.discard()
-<<<<<<< HEAD
-        if self.phase != "lost":
-            self._end()
-
-    # ---- between chunks --------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget everything; storage stays allocated, so that a new clip costs no allocation."""
-        self.abort()
-        for bank in self.all_banks():
-            bank.clear()
-        self.next_frame = self.num_chunks = 0
-
-    def rebuild(self, start: int, *, keep_sink: bool = False) -> None:
-        """Forget the history in order to encode it again, from latent frame ``start`` on (prompt change: re-cache).
-
-        The caller then runs context passes over the clean latents from ``start`` on: all in one chunk (LongLive's
-        bidirectional re-cache) or chunk by chunk (causal re-cache). With ``keep_sink`` the sink's entries stay; give
-        ``begin_chunk(frames, skip=sink frames)`` so that the first frames run as queries only, as LongLive does when
-        the sink is global and the re-cached range does not begin with it.
-        """
-        self._require("idle", "rebuild")
-        if start < 0:
-            raise ValueError(f"rebuild must start at a latent frame of 0 or more, got {start}")
-        for bank in self.all_banks():
-            sink = [entry for entry in bank.entries if entry.region == "sink"] if keep_sink else []
-            bank.keep(sink)
-            if not keep_sink:
-                bank.clear()
-        self.next_frame = start
-
-    def rewind(self, frames: int) -> None:
-        """Forget the newest ``frames`` latent frames, to encode them again (micro re-cache of the last chunk)."""
-        self._require("idle", "rewind")
-        if not 0 < frames <= self.next_frame:
-            raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
-        first = self.next_frame - frames
-        for bank in self.all_banks():
-            bank.drop([entry for entry in bank.entries if entry.frames and entry.frames[0] >= first])
-        self.next_frame = first
-
-    def flush(self, keep: int = 0, *, sink: bool = True) -> None:
-        """Forget all but the sink (if ``sink``) and the newest ``keep`` frames: immediate response to a new prompt."""
-        self._require("idle", "flush")
-        if keep < 0:
-            raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
-        for bank in self.all_banks():
-            pinned = [e for e in bank.entries if sink and e.region == "sink"]
-            rest = [e for e in bank.entries if e not in pinned and e.frames]
-            newest: list[Entry] = []
-            while rest and sum(e.num_frames for e in newest) + rest[-1].num_frames <= keep:
-                newest.append(rest.pop())
-            bank.keep(pinned + newest)
-
-    def prompt_changed(self, event: dict[str, Any]) -> None:
-        """Tell the policy of a new prompt; ``event`` holds what it needs (for SWIFT: embeddings by head and rho)."""
-        self._require("idle", "prompt_changed")
-        for bank in self.all_banks():
-            self.policy.on_prompt(bank, event)
-
-    def scene_cut(self) -> bool:
-        """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
-        self._require("idle", "scene_cut")
-        kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
-        if not all(kept):
-            self.reset()
-        return all(kept)
-
-    # ---- accounting and snapshots ------------------------------------------------------------------------------------
-
-    def report(self) -> MemoryReport:
-        """Bytes by region, scratch and peak, counted on the tensors."""
-        regions: dict[str, int] = {}
-        free = state = rotated = dense = 0
-        for bank in self.all_banks():
-            slot = self.geometry.frame_bytes(bank.num_heads)
-            for entry in [*bank.entries, *bank.current]:
-                size = (
-                    entry.codec.nbytes(entry.packed) if entry.packed is not None else slot * len(entry.slots)
-                )
-                size += sum(x.nbytes for x in (entry.positions, entry.count) if x is not None)
-                regions[entry.region] = regions.get(entry.region, 0) + size
-                if entry.region != "current":
-                    dense += slot * entry.length // self.geometry.tokens_per_frame
-            free += slot * len(bank.free)
-            rotated += bank.rotated.nbytes
-            state += sum(x.nbytes for x in bank.state.values())
-            state += sum(x.nbytes for x in bank.notes.values() if isinstance(x, Tensor))
-        kept = sum(x.nbytes for pair in self._kept.values() for x in pair)
-        if kept:
-            regions["current"] = regions.get("current", 0) + kept
-        scratch = self._scratch.buffer.nbytes + self._table_bytes()
-        frames = max(bank.num_frames for bank in self.all_banks())
-        total = sum(regions.values()) + free + state + rotated + scratch
-        return MemoryReport(regions, free, state, rotated, scratch, max(self._peak, total), frames, dense)
-
-    def held(self) -> dict[str, list[int]]:
-        """Region -> the latent frames it holds tokens of, of any layer and head group. Host numbers only."""
-        found: dict[str, set[int]] = {}
-        for bank in self.all_banks():
-            for entry in bank.entries:
-                found.setdefault(entry.region, set()).update(entry.frames)
-        return {region: sorted(frames) for region, frames in found.items()}
-
-    def _table_bytes(self) -> int:
-        """Rotation tables and biases, each counted once."""
-        tensors = list(self._rope.tensors())
-        for view in self._views.values():
-            tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
-        return sum(
-            {id(x): x.nbytes for x in tensors}.values()
-        )  # by object: shapes without data have no address
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
-        from streamvid.memory.snapshot import dump
-
-        self._require("idle", "state_dict")
-        return dump(self)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a snapshot made by a cache of the same geometry, policy and codec.
-
-        Raises:
-            ValueError: the snapshot belongs to another kind of cache.
-        """
-        from streamvid.memory.snapshot import restore
-
-        self.abort()
-        restore(self, state)
-=======
         self._end()
->>>>>>> main
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -466,6 +350,8 @@ class KVCache(History):
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None
         self.views.clear()
+        if self.sparse is not None:
+            self.sparse.clear()
         self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers

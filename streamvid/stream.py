@@ -336,6 +336,12 @@ class VideoStream:
         self._check_open()
         return self._state.text
 
+    def watch_attention(self, look: Any) -> None:
+        """Let `look` see each attention call of the conditional branch, as `memory.mass.RegionMass` does; None ends
+        it."""
+        self._check_open()
+        self._state.sides["cond"].cache.watch = look
+
     def nbytes(self) -> int:
         """Bytes of tensors that the stream holds."""
         return 0 if self._closed else self._state.nbytes()

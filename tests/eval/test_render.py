@@ -1,5 +1,7 @@
 """Cells rendered by the real runtime on the random tiny model."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,50 @@ def test_a_cell_is_the_stream_of_the_public_interface(tiny_random_folder):
     assert rendered.costs["kv_peak_bytes"] >= rendered.costs["kv_bytes"] > 0
     last = rendered.regions[-1]
     assert last["current"] == [6, 7, 8] and last["sink"] == [0] and last["recent"] == [4, 5]
+
+
+@pytest.mark.parametrize("memory", ["window:size=6,sink=1", "window:size=9,positions=slot"])
+def test_attention_mass_is_the_share_of_the_real_softmax(tiny_random_folder, memory):
+    """The last layer only writes in the context pass, so of two layers the first is seen."""
+    import torch
+
+    import streamvid
+    from streamvid.memory.mass import RegionMass
+
+    calls, mass = [], RegionMass()
+
+    def look(stage, bank, view, queries, keys):
+        mass(stage, bank, view, queries, keys)
+        if stage == "context":
+            calls.append((queries.clone(), keys.clone(), [(p.entry.region, p.length) for p in view.pieces]))
+
+    with streamvid.load(str(tiny_random_folder)).stream("a red ball", num_frames=57, memory=memory) as stream:
+        stream.watch_attention(look)
+        for chunk in stream.chunks():
+            shares = mass.take()
+            assert len(calls) == (1 if chunk.index else 0)
+            if not calls:
+                assert shares == {}
+                continue
+            queries, keys, pieces = calls.pop()
+            weights = torch.einsum("bqhd,bkhd->bhqk", queries, keys) * queries.shape[-1] ** -0.5
+            expected, at = {}, 0
+            for region, length in pieces:
+                part = float(weights.softmax(-1)[..., at : at + length].sum(-1).mean())
+                expected[region] = expected.get(region, 0) + part
+                at += length
+            assert shares == pytest.approx(expected, abs=1e-5)
+            assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_probed_cell_has_attention_and_the_same_clip(tiny_random_folder):
+    renderer = StreamRenderer()
+    plain = renderer(cell(tiny_random_folder, memory="window:size=6,sink=1"))
+    probed = renderer(
+        dataclasses.replace(cell(tiny_random_folder, memory="window:size=6,sink=1"), probe=True)
+    )
+    assert np.array_equal(plain.frames, probed.frames) and plain.attention_mass == []
+    assert [set(share) for share in probed.attention_mass] == [{"current"}, {"sink", "recent", "current"}]
 
 
 def test_codecs_on_the_real_runtime_order_by_bits_and_a_bad_one_fails_alone(tiny_random_folder, tmp_path):
