@@ -24,12 +24,14 @@ from torch import Tensor
 
 from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
+from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
 from streamvid.memory.report import MemoryReport
+from streamvid.memory.sparse import SparseMaps
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
@@ -46,6 +48,8 @@ class KVCache:
         chunk_frames: latent frames of the usual chunk. Policies leave this many free at commit, so that the next chunk
             is written where evicted frames were.
         backend: attention backend, see `streamvid.kernels.attention.choose_backend`.
+        sparse: a block selection rule, or its text form (``"topk:density=0.25"``, see `streamvid.kernels.selectors`):
+            each block of queries reads only the key blocks chosen in the chunk's first pass. None = every key.
         shadow: keep rotated keys across passes instead of turning one layer's keys at every call. Costs half of the
             cache's bytes again, saves time where attention is not the bottleneck; plain tensors only.
         retain: keep what the next chunk will not see until that chunk commits (costs ``chunk_frames`` more slots), so
@@ -64,6 +68,7 @@ class KVCache:
         *,
         chunk_frames: int = 3,
         backend: str = "auto",
+        sparse: str | Selector | None = None,
         shadow: bool = False,
         retain: bool = False,
         subsets: bool = False,
@@ -85,6 +90,8 @@ class KVCache:
         self._slots = codec is None
         self._scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
+        self._reads_stored = codec is not None and sparse is None and backend == "triton"
+        self._sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
         self._rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
         self.phase: Phase = "idle"
@@ -194,10 +201,18 @@ class KVCache:
             q_group, k_group, v_group = (self._heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
             view = self._view(bank, q_group, k_group, v_group, stage)
-            keys, values = view.fill(bank, k_group, v_group, self._scratch)
-            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias))
             table = view.query_table if tokens is None else view.query_table[tokens]
-            queries.append((bank, rotate(q_group, table)))
+            q_group = rotate(q_group, table)
+            queries.append((bank, q_group))
+            stored = view.stored(bank, k_group, v_group) if self._reads_stored else None
+            if stored is not None:
+                outputs += [KVView(a, b, bank.heads, bias, turn) for a, b, turn, bias in stored]
+                continue
+            keys, values = view.fill(bank, k_group, v_group, self._scratch)
+            blocks = None
+            if self._sparse is not None and tokens is None:
+                blocks = self._sparse.map((layer, bank.group), view, q_group, keys)
+            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
@@ -342,10 +357,12 @@ class KVCache:
         return MemoryReport(regions, free, state, rotated, scratch, max(self._peak, total), frames, dense)
 
     def _table_bytes(self) -> int:
-        """Rotation tables and biases, each counted once."""
+        """Rotation tables, biases and block maps, each counted once."""
         tensors = list(self._rope.tensors())
         for view in self._views.values():
             tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
+        if self._sparse is not None:
+            tensors += self._sparse.tensors()
         return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -458,6 +475,8 @@ class KVCache:
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None
         self._views.clear()
+        if self._sparse is not None:
+            self._sparse.clear()
         self._kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
