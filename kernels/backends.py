@@ -85,6 +85,17 @@ def _reference(
     return out.to(q.dtype), lse
 
 
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32) if want_lse else None
+    return torch.empty_like(q), lse
+
+
+def _meta_only(device: torch.device, dtype: torch.dtype) -> str:
+    return "" if device.type == "meta" else "it computes nothing; memory plans run it on meta tensors"
+
+
 def _always(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
@@ -122,5 +133,6 @@ BACKENDS: dict[str, Backend] = {
         "sdpa", _sdpa, _always, lse=lambda device: device.type == "cpu" and _cpu_flash() is not None
     ),
     "reference": Backend("reference", _reference, _always),
+    "shapes": Backend("shapes", _shapes, _meta_only),
     "triton": Backend("triton", None, _triton_missing, family=_triton),
 }

@@ -363,7 +363,9 @@ class KVCache:
             tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
         if self._sparse is not None:
             tensors += self._sparse.tensors()
-        return sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+        return sum(
+            {id(x): x.nbytes for x in tensors}.values()
+        )  # by object: shapes without data have no address
 
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""

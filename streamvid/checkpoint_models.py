@@ -21,6 +21,8 @@ from streamvid.errors import CheckpointError
 from streamvid.taehv import TAEHV, infer_config, trim_grows
 
 SHOWN = 5
+ALIGNMENT = 64
+"""Bytes; what torch's own allocator gives."""
 _NOUN = {
     "transformer": "a Wan video transformer",
     "vae": "a Wan VAE",
@@ -82,10 +84,14 @@ def build_empty(
         if contents.kind == "transformer":
             from diffusers import WanTransformer3DModel
 
+            if given and given.get("_class_name") == "WanTransformer3DModel":
+                return WanTransformer3DModel.from_config(given)
             return WanTransformer3DModel(**transformer_config(shapes, given, where))
         if contents.kind == "vae":
             from diffusers import AutoencoderKLWan
 
+            if given and given.get("_class_name") == "AutoencoderKLWan":
+                return AutoencoderKLWan.from_config(given)
             return AutoencoderKLWan(**vae_config(shapes, given, where))
         if contents.kind == "text_encoder":
             from transformers import UMT5Config, UMT5EncoderModel
@@ -206,7 +212,14 @@ def _drop_tied(names: dict[str, str], shapes: dict[str, Any], tensors: dict[str,
 
 
 def _place(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+    """``tensor`` where it is to stay: in the file's mapping when nothing changes and it is aligned there.
+
+    Matrix products over unaligned memory are slower and differ in the last bit, which would make a model's output
+    depend on the layout of its file.
+    """
+    placed = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+    aligned = placed.device.type != "cpu" or placed.data_ptr() % ALIGNMENT == 0
+    return placed if aligned else placed.clone()
 
 
 def _restore_buffers(model: nn.Module, device: torch.device | str) -> None:

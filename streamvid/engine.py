@@ -5,17 +5,22 @@ Holds the model and no state of a stream; that is passed in. Knows nothing of fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
+from streamvid.memory.policy import overrides
 from streamvid.prompt import PromptState
 from streamvid.state import Blend, Side, StreamState
 from streamvid.timeline import ChunkPlan, Place
 from streamvid.transformer import CausalWan
+
+_WATCHING = ("observe", "refine")
+"""Hooks with which a memory policy looks into a pass; it must then be a pass of its own."""
 
 
 class Engine:
@@ -67,9 +72,11 @@ class Engine:
             cache.begin_chunk(plan.num_latents)
 
     def abort(self, state: StreamState) -> None:
-        """Leave every memory as it was before the chunk."""
-        for cache in state.caches():
-            cache.abort()
+        """Leave every memory as it was before the chunk; one that was still owed a context pass is owed it again."""
+        for name, side in state.sides.items():
+            side.cache.abort()
+            if state.owed is not None and name in state.owed.branches:
+                side.cache.begin_chunk(state.owed.latents.shape[1])
 
     def denoiser(self, state: StreamState) -> Callable[..., Tensor]:
         """The stream's model at its current chunk, as samplers call it (``Denoiser``)."""
@@ -87,21 +94,61 @@ class Engine:
 
         return denoise
 
+    def fused(self, state: StreamState) -> Callable[..., Tensor]:
+        """As ``denoiser``, for the first step of a chunk, with the context pass that the chunk before owes in it."""
+
+        def denoise(
+            x_t: Tensor,
+            timestep: float,
+            *,
+            branch: str = "cond",
+            hooks: Any = None,
+            tokens: Tensor | None = None,
+        ) -> Tensor:
+            assert state.owed is not None and hooks is None and tokens is None
+            side, owed = state.sides[branch], state.owed
+            flow = self.model.fused_pass(
+                owed.latents, self.config.context_noise, x_t, timestep, side.prompt, side.cache
+            )
+            self._paid(state, branch)
+            self.passes += 1
+            return flow
+
+        return denoise
+
     def finish(self, state: StreamState) -> None:
         """Run the context pass that the last chunk still owes: its clean keys and values enter the memory."""
-        if state.owed is None:
-            return
-        try:
-            for side in state.sides.values():
-                if side.cache.phase != "idle":  # idle: committed by an earlier attempt that was interrupted
-                    self._commit(side, state.owed.latents)
-        except BaseException:
+        while state.owed is not None:
+            branch = state.owed.branches[0]
+            try:
+                self._commit(state.sides[branch], state.owed.latents)
+            except BaseException:
+                self.abort(state)
+                raise
+            self._paid(state, branch)
+
+    @contextmanager
+    def between_chunks(self, state: StreamState, *, keep_owed: bool) -> Iterator[None]:
+        """Every memory idle, as a snapshot needs it.
+
+        The owed context pass is run first. With ``keep_owed`` it stays owed, because fused into the next chunk it
+        rounds differently; the chunk in progress is begun anew afterwards (it has no state of its own yet).
+        """
+        if keep_owed:
             for cache in state.caches():
-                if cache.phase != "idle":
-                    cache.abort()
-                    cache.begin_chunk(state.owed.latents.shape[1])
-            raise
-        state.owed = None
+                cache.abort()
+        else:
+            self.finish(state)
+        try:
+            yield
+        finally:
+            self.abort(state)
+
+    def _paid(self, state: StreamState, branch: str) -> None:
+        assert state.owed is not None
+        state.owed.branches.remove(branch)
+        if not state.owed.branches:
+            state.owed = None
 
     def encode_past(self, side: Side, latents: Tensor, *, skip: int = 0) -> None:
         """Encode clean latents ``[b, f, c, h, w]`` as one chunk of the past; the first ``skip`` only as queries."""
@@ -119,8 +166,8 @@ class Engine:
 
     # ---- between chunks -----------------------------------------------------------------------------------------
 
-    def reset(self, state: StreamState) -> None:
-        """Back to frame 0, with the current prompt."""
+    def reset(self, state: StreamState, place: Place) -> None:
+        """Back to the place where the stream began, with the current prompt."""
         for cache in state.caches():
             cache.reset()
         if state.decoder is not None:
@@ -128,8 +175,20 @@ class Engine:
         if isinstance(state.blend, Blend):
             self.set_embeds(state.sides["cond"], state.blend.target)
         state.step_cache.on_context_change("reset")
-        state.at, state.owed, state.blend = Place(), None, None
+        state.at, state.owed, state.blend = place, None, None
         state.recent.clear()
+
+    def fuses(self, state: StreamState) -> bool:
+        """Whether a context pass may share a forward with the next chunk's first step, exactly."""
+        session = state.step_cache
+        if session.needs_block_hooks or "residual" in session.keeps:  # they look inside the first step
+            return False
+        return all(
+            cache.codec is None
+            and cache.policy.fusable
+            and not any(overrides(cache.policy, hook) for hook in _WATCHING)
+            for cache in state.caches()
+        )
 
     def reach(self, state: StreamState) -> int | None:
         """Latent frames whose clean latents a re-encoding of the past may need; None: all."""

@@ -17,6 +17,7 @@ from streamvid.memory.policies import POLICIES
 from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
 from streamvid.sampler import make_sampler
+from streamvid.starts import prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import STEP_CACHES
 from streamvid.timeline import ChunkRule, check_size
@@ -34,8 +35,6 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     config = options.configure(pipe.config)
     if options.output_type != "latent" and pipe.vae is None:
         raise StreamvidError(f"{pipe.components.missing['vae']}, or ask for output_type='latent'")
-    if options.image is not None or options.video is not None or options.fuse_context:
-        raise StreamvidError("image=, video= and fuse_context= are not available yet; leave them out")
     height, width, grid = _sizes(pipe, options, config)
     rule = ChunkRule(
         config.chunk_latents,
@@ -50,6 +49,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
     pipe.sessions.check()
+    start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
     sides = {}
     for branch in sampler.branches:
@@ -68,10 +68,18 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         from streamvid.vae import make_decoder
 
         decoder = make_decoder(pipe.vae)
-    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt)
+    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
     settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
     return VideoStream(
-        pipe, options, engine=engine, sampler=sampler, state=state, rule=rule, grid=grid, settings=settings
+        pipe,
+        options,
+        engine=engine,
+        sampler=sampler,
+        state=state,
+        rule=rule,
+        grid=grid,
+        start=start,
+        settings=settings,
     )
 
 

@@ -16,13 +16,15 @@ from streamvid.errors import StreamvidError
 from streamvid.output import VideoChunk
 from streamvid.prompts import Change, Receipt, Transition
 from streamvid.snapshot import load_tree, save_tree
+from streamvid.starts import Start
+from streamvid.timeline import Place
 
 if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
     from streamvid.stream import VideoStream
 
 _NOT_KEPT = ("ahead", "image", "video")
-"""Options that matter only to the process that opened the stream, or only at its start."""
+"""Options of the process that opened the stream, and those of which the encoded start is kept."""
 
 
 def save_stream(path: str | os.PathLike[str], stream: VideoStream) -> int:
@@ -32,15 +34,16 @@ def save_stream(path: str | os.PathLike[str], stream: VideoStream) -> int:
         for field in dataclasses.fields(stream.options)
         if field.name not in _NOT_KEPT
     }
-    stream._engine.finish(stream._state)
-    tree = {
-        "fingerprint": stream._pipe.components.fingerprint,
-        "options": options,
-        "state": stream._state.state_dict(),
-        "waiting": [vars(change.receipt).copy() for change in stream._queue.waiting()],
-        "unread": [_pack_chunk(chunk) for chunk in stream._unread],
-    }
-    return save_tree(path, tree)
+    with stream._engine.between_chunks(stream._state, keep_owed=stream._fuses):
+        tree = {
+            "fingerprint": stream._pipe.components.fingerprint,
+            "options": options,
+            "state": stream._state.state_dict(),
+            "start": {"chunks": stream._start.chunks, "place": vars(stream._start.place).copy()},
+            "waiting": [vars(change.receipt).copy() for change in stream._queue.waiting()],
+            "unread": [_pack_chunk(chunk) for chunk in stream._unread],
+        }
+        return save_tree(path, tree)
 
 
 def restore_stream(pipe: StreamPipeline, path: str | os.PathLike[str], *, ahead: int) -> VideoStream:
@@ -54,9 +57,12 @@ def restore_stream(pipe: StreamPipeline, path: str | os.PathLike[str], *, ahead:
     stream = pipe.stream(**tree["options"])
     with stream._lock, torch.no_grad():
         state = stream._state
+        begun = tree["start"]
+        stream._start = Start([part.to(pipe.device) for part in begun["chunks"]], Place(**begun["place"]))
         state.load_state_dict(tree["state"], pipe.device)
         for side in state.sides.values():
             stream._engine.set_embeds(side, side.embeds)
+        stream._engine.abort(state)
         stream._queue.restart(state.at)
         stream._queue.restore([_change(values) for values in tree["waiting"]])
         stream._unread = [_unpack_chunk(values, stream.options.output_type) for values in tree["unread"]]

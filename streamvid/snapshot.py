@@ -6,6 +6,7 @@ the rest, with the shape of the tree, is JSON in the file's metadata. Knows noth
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,7 +37,8 @@ def save_tree(path: str | os.PathLike[str], tree: Any) -> int:
         part.write_bytes(save(tensors, metadata))
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the folder itself is at fault, so is the clean-up
+            part.unlink(missing_ok=True)
         raise StreamvidError(
             f"{path}: the snapshot cannot be written ({error.strerror}); nothing was left"
         ) from None

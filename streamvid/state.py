@@ -48,7 +48,9 @@ class Owed:
     """A finished chunk whose context pass has been put off, so that its frames leave first."""
 
     latents: Tensor
-    plan: ChunkPlan
+    """``[b, f, c, h, w]``, clean."""
+    branches: list[str]
+    """Guidance branches whose memory still waits for it; the chunk is in progress there."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class StreamState:
     def advance(self, plan: ChunkPlan, latents: Tensor, keep: int | None) -> None:
         """A chunk is made: move on, owe its context pass, and remember ``keep`` latent frames (None: all)."""
         self.at = ChunkRule.after(plan)
-        self.owed = Owed(latents, plan)
+        self.owed = Owed(latents, list(self.sides))
         self.recent.extend(latents[:, index : index + 1] for index in range(latents.shape[1]))
         if keep is not None:
             del self.recent[: max(0, len(self.recent) - keep)]
@@ -104,9 +106,7 @@ class StreamState:
             "step_cache": self.step_cache.state_dict(),
             "text": self.text,
             "at": vars(self.at).copy(),
-            "owed": None
-            if self.owed is None
-            else {"latents": self.owed.latents, "plan": vars(self.owed.plan).copy()},
+            "owed": None if self.owed is None else vars(self.owed).copy(),
             "blend": None if self.blend is None else vars(self.blend).copy(),
             "recent": list(self.recent),
         }
@@ -123,7 +123,7 @@ class StreamState:
         self.text = values["text"]
         self.at = Place(**values["at"])
         owed = values["owed"]
-        self.owed = owed and Owed(owed["latents"].to(device), ChunkPlan(**owed["plan"]))
+        self.owed = owed and Owed(owed["latents"].to(device), owed["branches"])
         blend = values["blend"]
         self.blend = blend and Blend(
             **{key: value.to(device) if torch.is_tensor(value) else value for key, value in blend.items()}

@@ -26,6 +26,7 @@ from streamvid.options import StreamOptions
 from streamvid.output import VideoChunk, convert
 from streamvid.prompts import PromptQueue, Receipt, Transition
 from streamvid.sampler import StepCallback
+from streamvid.starts import Start
 from streamvid.state import StreamState
 from streamvid.stepcache.types import ChunkInfo
 from streamvid.timeline import ChunkPlan, ChunkRule
@@ -51,6 +52,7 @@ class VideoStream:
         state: StreamState,
         rule: ChunkRule,
         grid: tuple[int, int],
+        start: Start,
         settings: dict[str, Any],
     ) -> None:
         self.options = options
@@ -60,7 +62,9 @@ class VideoStream:
         self._pipe, self._engine, self._sampler, self._state, self._rule = pipe, engine, sampler, state, rule
         self.on_step: StepCallback | None = None
         """Called after each denoising step; see ``sampler.StepCallback``."""
+        self._start = start
         self._shape = (engine.model.geometry.out_channels, *grid)
+        self._fuses = (options.fuse_context or state.step_cache.fuses_context) and engine.fuses(state)
         self._noise = CounterNoise([options.seed])
         self._queue = PromptQueue(rule, state.at)
         self._meter = Meter()
@@ -92,13 +96,19 @@ class VideoStream:
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
         state, clock = self._state, Clock()
-        self._engine.finish(state)
-        clock.lap("context")
         change = self._queue.begin(state.at)
+        given = self._start.latents(state.at.chunk)
+        steady = change is None and state.blend is None and given is None
+        fused = self._fuses and steady and state.owed is not None
+        if not fused:
+            self._engine.finish(state)
+        clock.lap("context")
         apply_change(state, change, self._engine)
         plan = self._rule.plan(state.at)
         clock.lap("change")
-        latents = self._denoise(plan)
+        if not fused:
+            self._engine.begin(state, plan)
+        latents = self._denoise(plan, fused=fused) if given is None else given
         clock.lap("denoise")
         frames = latents[0] if state.decoder is None else state.decoder.decode_chunk(latents)[0]
         output = convert(frames, self.options.output_type)
@@ -106,7 +116,7 @@ class VideoStream:
         state.advance(plan, latents, self._engine.reach(state))
         return VideoChunk(
             index=plan.index,
-            start_frame=plan.start_latent if state.decoder is None else plan.start_frame,
+            start_frame=plan.start_latent - self._start.hidden if state.decoder is None else plan.start_frame,
             frames=output,
             start_latent=plan.start_latent,
             num_latents=plan.num_latents,
@@ -116,10 +126,9 @@ class VideoStream:
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
 
-    def _denoise(self, plan: ChunkPlan) -> Tensor:
-        """Noise to clean latents ``[1, f, c, h, w]``."""
+    def _denoise(self, plan: ChunkPlan, *, fused: bool) -> Tensor:
+        """Noise to clean latents ``[1, f, c, h, w]``; ``fused``: with the context pass that is owed."""
         state, engine = self._state, self._engine
-        engine.begin(state, plan)
         info = ChunkInfo(
             index=plan.index,
             start_latent=plan.start_latent,
@@ -135,6 +144,7 @@ class VideoStream:
                 step_cache=state.step_cache,
                 device=engine.model.device,
                 dtype=engine.model.dtype,
+                fused=engine.fused(state) if fused else None,
                 callback=self.on_step,
             )
         except BaseException:
@@ -190,6 +200,8 @@ class VideoStream:
         if self._closed:
             raise StreamvidError("the stream is closed; open another with pipe.stream(...)")
         chunk = self._make_chunk()
+        while chunk.start_frame < 0:  # frames of a clip that is only gone on from
+            chunk = self._make_chunk()
         self._meter.made(chunk)
         limit = self._limit()
         if limit is not None and chunk.start_frame + len(chunk) > limit:
@@ -265,7 +277,7 @@ class VideoStream:
         self._check_open()
         with self._lock:
             self._unread.clear()
-            self._engine.reset(self._state)
+            self._engine.reset(self._state, self._start.place)
             self._queue.restart(self._state.at)
             self._meter = Meter()
 

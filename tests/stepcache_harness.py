@@ -99,8 +99,6 @@ class Stream:
             return torch.stack([self.chunk() for _ in range(chunks)])
 
 
-
-
 class NoSync(TorchDispatchMode):
     """Refuses everything that would make the host wait for a device."""
 

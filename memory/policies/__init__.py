@@ -5,6 +5,10 @@ from streamvid.memory.policies.infinity_rope import InfinityRope
 from streamvid.memory.policies.kv_bias import KVBias
 from streamvid.memory.policies.memrope import MemRope
 from streamvid.memory.policies.rolling_sink import RollingSink
+from streamvid.memory.policies.soft_prune import SoftPrune
+from streamvid.memory.policies.swift import Swift
+from streamvid.memory.policies.tar_van import TarVan
+from streamvid.memory.policies.tempcache import TempCache
 from streamvid.memory.policies.tether import Tether
 from streamvid.memory.policies.window import Window
 from streamvid.memory.policy import MemoryPolicy
@@ -17,4 +21,8 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "tether": Tether,
     "memrope": MemRope,
     "kv_bias": KVBias,
+    "swift": Swift,
+    "tar_van": TarVan,
+    "tempcache": TempCache,
+    "soft_prune": SoftPrune,
 }

@@ -21,7 +21,9 @@ def run(chunks=3, frames=2, passes=2, seed=0, codec=None, **settings):
     """Attention outputs of a stream of random queries, keys and values."""
     generator = torch.Generator().manual_seed(seed)
     codec = None if codec is None else build(codec, CODECS, "codec")
-    cache = KVCache(GEOMETRY, settings.pop("policy", "window:size=6,sink=1"), codec, chunk_frames=frames, **settings)
+    cache = KVCache(
+        GEOMETRY, settings.pop("policy", "window:size=6,sink=1"), codec, chunk_frames=frames, **settings
+    )
     outs = []
     for _ in range(chunks):
         cache.begin_chunk(frames)
@@ -78,21 +80,20 @@ def test_a_map_is_chosen_once_a_chunk_and_layer_and_counted(monkeypatch):
     assert cache.report().total == dense.report().total and cache.report().peak > dense.report().peak
 
 
-@pytest.mark.parametrize("policy", ["forcing_kv", "deep_forcing", "memrope"])
+@pytest.mark.parametrize("policy", ["memrope", "tempcache"])
 def test_sparse_works_with_head_groups_and_chosen_and_merged_tokens(policy):
     out, _ = run(policy=policy, chunks=5, passes=1, sparse="mass:mass=0.9,loose=8")
     assert torch.isfinite(out).all()
 
 
 def test_an_aborted_chunk_leaves_no_map():
-    _, cache = run(sparse="topk")
-    total = cache.report().total
+    _, cache = run(chunks=2, passes=1, sparse="topk")
     cache.begin_chunk(2)
     q = torch.randn(1, 2 * SIZE, 2, 8)
     cache.attend(0, q, q, q)
-    assert cache.report().total > total
+    assert list(cache._sparse.tensors())
     cache.abort()
-    assert cache.report().total == total
+    assert not list(cache._sparse.tensors())
 
 
 @triton_only
