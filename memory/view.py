@@ -91,7 +91,7 @@ class View:
         return rotate(keys, self.table, out=keys), values
 
     def stored(
-        self, bank: Bank, k: Tensor, v: Tensor
+        self, k: Tensor, v: Tensor
     ) -> list[tuple[Tensor | PackedTensor, Tensor | PackedTensor, Tensor, Tensor | None]] | None:
         """What a kernel that unpacks and rotates on reading gets instead of `fill`: keys, values, table and bias of the
         packed history and of the current chunk. None where the codec's layout is not one that kernels know, or tokens

@@ -6,9 +6,7 @@ import torch
 from streamvid.kernels.backends import interpreting
 from streamvid.kernels.selectors import TopK
 from streamvid.memory.cache import KVCache
-from streamvid.memory.codecs import CODECS
 from streamvid.memory.geometry import KVGeometry
-from streamvid.memory.spec import build
 from streamvid.memory.view import View
 from streamvid.transformer import CausalWan
 
@@ -20,7 +18,6 @@ SIZE = 8  # tokens a frame
 def run(chunks=3, frames=2, passes=2, seed=0, codec=None, **settings):
     """Attention outputs of a stream of random queries, keys and values."""
     generator = torch.Generator().manual_seed(seed)
-    codec = None if codec is None else build(codec, CODECS, "codec")
     cache = KVCache(
         GEOMETRY, settings.pop("policy", "window:size=6,sink=1"), codec, chunk_frames=frames, **settings
     )
@@ -91,9 +88,9 @@ def test_an_aborted_chunk_leaves_no_map():
     cache.begin_chunk(2)
     q = torch.randn(1, 2 * SIZE, 2, 8)
     cache.attend(0, q, q, q)
-    assert list(cache._sparse.tensors())
+    assert list(cache.sparse.tensors())
     cache.abort()
-    assert not list(cache._sparse.tensors())
+    assert not list(cache.sparse.tensors())
 
 
 @triton_only
