@@ -19,7 +19,8 @@ from streamvid.options import StreamOptions
 from streamvid.sampler import make_sampler
 from streamvid.starts import prepare_start
 from streamvid.state import Side, StreamState
-from streamvid.stepcache import STEP_CACHES
+from streamvid.stepcache import build_step_cache
+from streamvid.stepcache.planning import plan_for
 from streamvid.timeline import ChunkRule, check_size
 
 if TYPE_CHECKING:
@@ -42,12 +43,27 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         config.vae_scale_temporal,
     )
     sampler = make_sampler(config)
-    step_cache = build(options.step_cache, STEP_CACHES, "step cache")
-    session = step_cache.open(_plan(pipe, sampler, config))
     policy = build(
         default_memory(config) if options.memory is None else options.memory, POLICIES, "memory policy"
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
+    step_cache = build_step_cache(options.step_cache)
+    session = step_cache.open(
+        plan_for(
+            sampler,
+            pipe.model,
+            config,
+            grid=grid,
+            fingerprint=pipe.components.fingerprint,
+            memory=str(describe(policy)),
+            codec="none" if codec is None else str(describe(codec)),
+        )
+    )
+    if session.watches_blocks and (options.fuse_context or session.fuses_context):
+        raise StreamvidError(
+            f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
+            "not show; leave out fuse_context (or 'fused')"
+        )
     pipe.sessions.check()
     start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
@@ -112,11 +128,6 @@ def _codec(spec: Any) -> Any:
     from streamvid.memory.codecs import CODECS
 
     return build(spec, CODECS, "codec")
-
-
-def _plan(pipe: StreamPipeline, sampler: Any, config: StreamConfig) -> Any:
-    geometry = pipe.model.geometry
-    return sampler.plan(num_layers=geometry.layers, patch=geometry.patch)
 
 
 def _settings(

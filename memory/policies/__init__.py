@@ -6,6 +6,7 @@ from streamvid.memory.policies.kv_bias import KVBias
 from streamvid.memory.policies.memrope import MemRope
 from streamvid.memory.policies.rolling_sink import RollingSink
 from streamvid.memory.policies.soft_prune import SoftPrune
+from streamvid.memory.policies.swift import Swift
 from streamvid.memory.policies.tar_van import TarVan
 from streamvid.memory.policies.tempcache import TempCache
 from streamvid.memory.policies.tether import Tether
@@ -20,6 +21,7 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "tether": Tether,
     "memrope": MemRope,
     "kv_bias": KVBias,
+    "swift": Swift,
     "tar_van": TarVan,
     "tempcache": TempCache,
     "soft_prune": SoftPrune,

@@ -23,7 +23,7 @@ from streamvid.stepcache.hooks import relative_change
 from streamvid.stepcache.types import BlockHooks, ChunkInfo, Decision, StepInfo
 
 
-class _Profile(BlockDeltas):
+class ProfileHooks(BlockDeltas):
     """Keeps all deltas and adds up each block's importance."""
 
     def __init__(self, store: dict[int, Tensor], importance: dict[int, Tensor], layers: int):
@@ -75,7 +75,7 @@ class _Session(Session):
     def block_hooks(self, info: StepInfo, decision: Decision) -> BlockHooks:
         store = self.deltas.setdefault(info.branch, {})
         if self.settings.file is None and self.chunks_done == 0:
-            return _Profile(store, self.importance, self.plan.num_layers)
+            return ProfileHooks(store, self.importance, self.plan.num_layers)
         return BlockDeltas(store, self.skip, self.skip if decision.mode == "blocks" else ())
 
     def finish(self, chunk: ChunkInfo, x0: Tensor) -> None:
