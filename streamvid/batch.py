@@ -32,7 +32,7 @@ class Job:
     request: ClipRequest
     path: Path
     key: str
-    """Digest of the request and the model."""
+    """Digest of the file name, the request and the model."""
 
 
 def read_requests(path: str | os.PathLike[str], defaults: ClipRequest) -> list[tuple[int, ClipRequest]]:
@@ -73,8 +73,8 @@ def plan_jobs(requests: list[tuple[int, ClipRequest]], folder: Path, model: dict
             raise StreamvidError(
                 f"line {number}: a batch needs a seed that is the same when it is resumed, not -1"
             )
-        text = json.dumps([asdict(request), model], sort_keys=True, default=str)
         name = clip_name(request.prompt, seed, number)
+        text = json.dumps([name, asdict(request), model], sort_keys=True, default=str)
         jobs.append(Job(number, request, folder / name, hashlib.sha256(text.encode()).hexdigest()[:16]))
     return jobs
 
