@@ -14,21 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamvid.memory.codecs import recode
+from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.geometry import KVGeometry
-
-
-def _recode(codec: Any, packed: Any, *, region: str, age: int) -> Any:
-    """The block as the codec wants it at its new place; the same object if nothing changes."""
-    if codec.tier(region, age) == packed.tier:
-        return packed
-    return codec.encode(*codec.decode(packed), region=region, age=age)
-
-
-def _waiting_codec() -> Any:
-    """How frames are held until a codec that packs spans has enough of them."""
-    from streamvid.memory.codecs.none import NoCodec
-
-    return NoCodec()
 
 
 @dataclass(eq=False)
@@ -238,7 +226,7 @@ class Bank:
 
     def pack_current(self, k: Tensor, v: Tensor) -> None:
         """Pack the chunk's un-rotated keys and values (context pass, with a codec)."""
-        codec = self.codec if self.codec.span_frames == 1 else _waiting_codec()
+        codec = self.codec if self.codec.span_frames == 1 else NoCodec()
         size = self.tokens_per_frame
         for i, entry in enumerate(self.current):
             rows = slice(i * size, (i + 1) * size)
@@ -293,7 +281,7 @@ class Bank:
             self._join_spans(span)
         for entry in self.entries:
             if entry.packed is not None and entry.codec is self.codec:
-                entry.packed = _recode(self.codec, entry.packed, region=entry.region, age=self.age(entry))
+                entry.packed = recode(self.codec, entry.packed, region=entry.region, age=self.age(entry))
 
     def _join_spans(self, span: int) -> None:
         """Encode runs of ``span`` neighbouring frames of one region, not yet encoded, as one entry."""

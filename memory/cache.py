@@ -16,33 +16,31 @@ Life of a chunk::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 
 from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.kernels.types import KVView
-from streamvid.memory.bank import Bank, Entry
+from streamvid.memory.bank import Bank
+from streamvid.memory.codecs import KVCodec, make_codec
+from streamvid.memory.codecs.none import NoCodec
+from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
+from streamvid.memory.history import History
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
-from streamvid.memory.report import MemoryReport
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
-Phase = Literal["idle", "noisy", "context", "lost"]
 
-
-class KVCache:
+class KVCache(History):
     """Keys and values of all layers of one stream.
 
     Args:
         geometry: sizes, dtype and device.
         policy: a memory policy, or its text form (``"window:size=12,sink=3"``).
-        codec: a codec that packs what is committed, or None for plain tensors.
+        codec: a codec that packs what is committed, or its text form (``"int4"``); None or "none" for plain tensors.
         chunk_frames: latent frames of the usual chunk. Policies leave this many free at commit, so that the next chunk
             is written where evicted frames were.
         backend: attention backend, see `streamvid.kernels.attention.choose_backend`.
@@ -60,7 +58,7 @@ class KVCache:
         self,
         geometry: KVGeometry,
         policy: str | MemoryPolicy = "window",
-        codec: Any = None,
+        codec: str | KVCodec | None = None,
         *,
         chunk_frames: int = 3,
         backend: str = "auto",
@@ -73,68 +71,47 @@ class KVCache:
     ) -> None:
         if chunk_frames < 1:
             raise ValueError(f"chunk_frames must be at least 1, got {chunk_frames}")
-        if shadow and codec is not None:
+        codec = None if codec is None else make_codec(codec)
+        self.codec = None if isinstance(codec, NoCodec) else codec
+        if shadow and self.codec is not None:
             raise ValueError(
                 "shadow keeps plain rotated keys and cannot be combined with a codec; choose one"
             )
-        self.geometry, self.codec, self.chunk_frames = geometry, codec, chunk_frames
+        self.geometry, self.chunk_frames = geometry, chunk_frames
         self.policy = build(policy, POLICIES, "memory policy")
         self.policy.validate(geometry, chunk_frames)
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
-        self._slots = codec is None
-        self._scratch = Scratch(geometry.dtype, geometry.device, fill)
+        self._slots = self.codec is None
+        self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
-        self._rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
+        self.rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
-        self.phase: Phase = "idle"
-        self.chunk: Chunk | None = None
-        self.next_frame = 0
-        self.num_chunks = 0
+        self.phase, self.chunk = "idle", None
+        self.next_frame = self.num_chunks = self.newest = 0
         self._calls = [0] * geometry.layers
-        self._views: dict[tuple[int, int], View] = {}
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.views, self.kept, self.peak = {}, {}, 0
         self._written: set[int] = set()
-        self._peak = 0
         self._watches = overrides(self.policy, "observe") or overrides(self.policy, "refine")
 
     def _layout(self, fill: float | None) -> list[list[Bank]]:
-        geometry, chunk = self.geometry, self.chunk_frames
-        groups = self.policy.groups(geometry)
+        groups = self.policy.groups(self.geometry)
+        every = list(range(self.geometry.heads))
         banks = []
-        for layer in range(geometry.layers):
-            heads = [None] if groups is None else [list(group) for group in groups[layer] if len(group)]
-            if groups is not None and sorted(h for group in heads for h in group) != list(
-                range(geometry.heads)
-            ):
-                raise ValueError(
-                    f"head groups of layer {layer} are not a partition of {geometry.heads} heads: {heads}"
-                )
-            row = []
-            for number, members in enumerate(heads):
-                capacity = self.policy.capacity(geometry, layer, number, chunk)
-                if capacity is not None and self.retain:
-                    capacity += chunk
-                members = members if members is None else sorted(members)
-                row.append(
-                    Bank(
-                        geometry,
-                        layer,
-                        number,
-                        members,
-                        capacity,
-                        codec=self.codec,
-                        fill=fill,
-                        shadow=self.shadow,
-                    )
-                )
-            banks.append(row)
+        for layer in range(self.geometry.layers):
+            parts = [None] if groups is None else [sorted(group) for group in groups[layer]]
+            if groups is not None and sorted(head for part in parts for head in part or ()) != every:
+                raise ValueError(f"head groups of layer {layer} do not partition {len(every)} heads: {parts}")
+            banks.append([self._bank(layer, i, part, fill) for i, part in enumerate(parts) if part != []])
         return banks
 
-    def all_banks(self) -> Iterator[Bank]:
-        """Every bank, in order of layers."""
-        for row in self.banks:
-            yield from row
+    def _bank(self, layer: int, group: int, heads: list[int] | None, fill: float | None) -> Bank:
+        capacity = self.policy.capacity(self.geometry, layer, group, self.chunk_frames)
+        if capacity is not None and self.retain:
+            capacity += self.chunk_frames
+        return Bank(
+            self.geometry, layer, group, heads, capacity, codec=self.codec, fill=fill, shadow=self.shadow
+        )
 
     # ---- the chunk -----------------------------------------------------------------------------------------------
 
@@ -163,12 +140,12 @@ class KVCache:
                 plan = self.policy.plan(bank, chunk)
                 begun.append(bank)
                 bank.begin(chunk.frames[skip:], slots=self._slots)
-                views[bank.layer, bank.group] = resolve(bank, plan, self._rope, self.position_limit, skip)
+                views[bank.layer, bank.group] = resolve(bank, plan, self.rope, self.position_limit, skip)
         except Exception:
             for bank in begun:
                 bank.discard()
             raise
-        self.chunk, self._views, self.phase = chunk, views, "noisy"
+        self.chunk, self.views, self.phase = chunk, views, "noisy"
         self._note_peak()
         return chunk
 
@@ -189,21 +166,21 @@ class KVCache:
             self._check_subset(layer, chunk, stage)
         skipped = chunk.skip * self.geometry.tokens_per_frame
         outputs, queries = [], []
-        self._scratch.begin()
+        self.scratch.begin()
         for bank in self.banks[layer]:
-            q_group, k_group, v_group = (self._heads(x, bank) for x in (q, k, v))
+            q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
             view = self._view(bank, q_group, k_group, v_group, stage)
-            keys, values = view.fill(bank, k_group, v_group, self._scratch)
+            keys, values = view.fill(bank, k_group, v_group, self.scratch)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias))
             table = view.query_table if tokens is None else view.query_table[tokens]
             queries.append((bank, rotate(q_group, table)))
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
-        if layer == 0 or self._scratch.grew:
+        if layer == 0 or self.scratch.grew:
             self._note_peak()
-        return attend(self._join(queries, q), outputs, backend=self.backend)
+        return attend(self.join(queries, q), outputs, backend=self.backend)
 
     def begin_context(self) -> None:
         """From here on, the passes carry the clean latents that will be committed."""
@@ -219,7 +196,7 @@ class KVCache:
         skipped = chunk.skip * self.geometry.tokens_per_frame
         for bank in self.banks[layer]:
             self._current(
-                bank, self._heads(k, bank)[:, skipped:], self._heads(v, bank)[:, skipped:], stage, None
+                bank, self.heads(k, bank)[:, skipped:], self.heads(v, bank)[:, skipped:], stage, None
             )
         self._written.add(layer)
 
@@ -239,142 +216,37 @@ class KVCache:
         for bank in self.all_banks():
             self._commit_bank(bank, chunk)
         self.next_frame += chunk.count
-        self.num_chunks += 1
+        if self.next_frame > self.newest:
+            self.newest = self.next_frame
+            self.num_chunks += 1
         self._end()
+
+    def begin_fused(self, frames: int) -> FusedPass | None:
+        """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
+
+        Returns None where that would not be exact (the policy edits or watches, or a codec packs): run
+        `begin_context`, the pass, `commit` and `begin_chunk` instead. Afterwards call `finish_fused`.
+        """
+        self._in_chunk("begin_fused")
+        if frames < 1:
+            raise ValueError(f"a chunk needs at least 1 latent frame, got {frames}")
+        if not self.policy.fusable or self._watches or self.codec is not None or self.chunk.skip:
+            return None
+        self.begin_context()
+        return FusedPass(self, frames)
+
+    def finish_fused(self, fused: FusedPass) -> Chunk:
+        """Commit the chunk and begin the next one, whose first noisy pass has just been run."""
+        self.commit()
+        return self.begin_chunk(fused.next.count)
 
     def abort(self) -> None:
         """Drop the chunk in progress: the committed state is as it was before `begin_chunk`. Harmless when idle."""
         for bank in self.all_banks():
             bank.discard()
-        if self.phase != "lost":
-            self._end()
-
-    # ---- between chunks --------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Forget everything; storage stays allocated, so that a new clip costs no allocation."""
-        self.abort()
-        for bank in self.all_banks():
-            bank.clear()
-        self.next_frame = self.num_chunks = 0
-
-    def rebuild(self, start: int, *, keep_sink: bool = False) -> None:
-        """Forget the history in order to encode it again, from latent frame ``start`` on (prompt change: re-cache).
-
-        The caller then runs context passes over the clean latents from ``start`` on: all in one chunk (LongLive's
-        bidirectional re-cache) or chunk by chunk (causal re-cache). With ``keep_sink`` the sink's entries stay; give
-        ``begin_chunk(frames, skip=sink frames)`` so that the first frames run as queries only, as LongLive does when
-        the sink is global and the re-cached range does not begin with it.
-        """
-        self._require("idle", "rebuild")
-        if start < 0:
-            raise ValueError(f"rebuild must start at a latent frame of 0 or more, got {start}")
-        for bank in self.all_banks():
-            sink = [entry for entry in bank.entries if entry.region == "sink"] if keep_sink else []
-            bank.keep(sink)
-            if not keep_sink:
-                bank.clear()
-        self.next_frame = start
-
-    def rewind(self, frames: int) -> None:
-        """Forget the newest ``frames`` latent frames, to encode them again (micro re-cache of the last chunk)."""
-        self._require("idle", "rewind")
-        if not 0 < frames <= self.next_frame:
-            raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
-        first = self.next_frame - frames
-        for bank in self.all_banks():
-            bank.drop([entry for entry in bank.entries if entry.frames and entry.frames[0] >= first])
-        self.next_frame = first
-
-    def flush(self, keep: int = 0, *, sink: bool = True) -> None:
-        """Forget all but the sink (if ``sink``) and the newest ``keep`` frames: immediate response to a new prompt."""
-        self._require("idle", "flush")
-        if keep < 0:
-            raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
-        for bank in self.all_banks():
-            pinned = [e for e in bank.entries if sink and e.region == "sink"]
-            rest = [e for e in bank.entries if e not in pinned and e.frames]
-            newest: list[Entry] = []
-            while rest and sum(e.num_frames for e in newest) + rest[-1].num_frames <= keep:
-                newest.append(rest.pop())
-            bank.keep(pinned + newest)
-
-    def prompt_changed(self, event: dict[str, Any]) -> None:
-        """Tell the policy of a new prompt; ``event`` holds what it needs (for SWIFT: embeddings by head and rho)."""
-        self._require("idle", "prompt_changed")
-        for bank in self.all_banks():
-            self.policy.on_prompt(bank, event)
-
-    def scene_cut(self) -> bool:
-        """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
-        self._require("idle", "scene_cut")
-        kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
-        if not all(kept):
-            self.reset()
-        return all(kept)
-
-    # ---- accounting and snapshots ------------------------------------------------------------------------------------
-
-    def report(self) -> MemoryReport:
-        """Bytes by region, scratch and peak, counted on the tensors."""
-        regions: dict[str, int] = {}
-        free = state = rotated = dense = 0
-        for bank in self.all_banks():
-            slot = self.geometry.frame_bytes(bank.num_heads)
-            for entry in [*bank.entries, *bank.current]:
-                size = (
-                    entry.codec.nbytes(entry.packed) if entry.packed is not None else slot * len(entry.slots)
-                )
-                size += sum(x.nbytes for x in (entry.positions, entry.count) if x is not None)
-                regions[entry.region] = regions.get(entry.region, 0) + size
-                if entry.region != "current":
-                    dense += slot * entry.length // self.geometry.tokens_per_frame
-            free += slot * len(bank.free)
-            rotated += bank.rotated.nbytes
-            state += sum(x.nbytes for x in bank.state.values())
-            state += sum(x.nbytes for x in bank.notes.values() if isinstance(x, Tensor))
-        kept = sum(x.nbytes for pair in self._kept.values() for x in pair)
-        if kept:
-            regions["current"] = regions.get("current", 0) + kept
-        scratch = self._scratch.buffer.nbytes + self._table_bytes()
-        frames = max(bank.num_frames for bank in self.all_banks())
-        total = sum(regions.values()) + free + state + rotated + scratch
-        return MemoryReport(regions, free, state, rotated, scratch, max(self._peak, total), frames, dense)
-
-    def _table_bytes(self) -> int:
-        """Rotation tables and biases, each counted once."""
-        tensors = list(self._rope.tensors())
-        for view in self._views.values():
-            tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
-        return sum(
-            {id(x): x.nbytes for x in tensors}.values()
-        )  # by object: shapes without data have no address
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
-        from streamvid.memory.snapshot import dump
-
-        self._require("idle", "state_dict")
-        return dump(self)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a snapshot made by a cache of the same geometry, policy and codec.
-
-        Raises:
-            ValueError: the snapshot belongs to another kind of cache.
-        """
-        from streamvid.memory.snapshot import restore
-
-        self.abort()
-        restore(self, state)
+        self._end()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _require(self, phase: Phase, what: str) -> None:
-        if self.phase != phase:
-            raise ValueError(
-                f"{what} needs an {phase} cache, but it is in phase {self.phase!r}; commit or abort first"
-            )
 
     def _in_chunk(self, what: str) -> tuple[Chunk, Stage]:
         if self.chunk is None or self.phase not in ("noisy", "context"):
@@ -391,7 +263,8 @@ class KVCache:
                 "token subsets with a codec need KVCache(subsets=True), which keeps the current chunk"
             )
 
-    def _heads(self, x: Tensor, bank: Bank) -> Tensor:
+    def heads(self, x: Tensor, bank: Bank) -> Tensor:
+        """The heads of ``x [b, n, heads, d]`` that a bank holds."""
         return x if bank.head_index is None else x.index_select(2, bank.head_index)
 
     def _current(
@@ -402,26 +275,26 @@ class KVCache:
             bank.write_current(k, v, tokens)
             return (k, v) if tokens is None else bank.read_current()
         if tokens is not None:
-            k_all, v_all = self._kept[bank.layer, bank.group]
+            k_all, v_all = self.kept[bank.layer, bank.group]
             k_all.index_copy_(1, tokens, k)
             v_all.index_copy_(1, tokens, v)
             return k_all, v_all
         if stage == "context":
             bank.pack_current(k, v)
         elif self.subsets:
-            self._kept[bank.layer, bank.group] = k.clone(), v.clone()
+            self.kept[bank.layer, bank.group] = k.clone(), v.clone()
         return k, v
 
     def _view(self, bank: Bank, q: Tensor, k: Tensor, v: Tensor, stage: Stage) -> View:
         """The bank's view, after the policy has looked at this call."""
         key = bank.layer, bank.group
-        view = self._views[key]
+        view = self.views[key]
         if not self._watches:
             return view
         assert self.chunk is not None
 
         def look() -> Seen:
-            current = self._views[key]
+            current = self.views[key]
             return Seen(
                 q,
                 k,
@@ -430,18 +303,19 @@ class KVCache:
                 stage,
                 self._calls[bank.layer],
                 lambda: rotate(q, current.query_table),
-                lambda: current.fill(bank, k, v, self._scratch),
+                lambda: current.fill(bank, k, v, self.scratch),
             )
 
         if stage == "noisy" and self._calls[bank.layer] == 0:
             plan = self.policy.refine(bank, view.plan, look())
             if plan is not None:
-                view = resolve(bank, plan, self._rope, self.position_limit, self.chunk.skip)
-                self._views[key] = view
+                view = resolve(bank, plan, self.rope, self.position_limit, self.chunk.skip)
+                self.views[key] = view
         self.policy.observe(bank, look())
         return view
 
-    def _join(self, queries: list[tuple[Bank, Tensor]], q: Tensor) -> Tensor:
+    def join(self, queries: list[tuple[Bank, Tensor]], q: Tensor) -> Tensor:
+        """Rotated queries of all groups in the order of the model's heads."""
         if len(queries) == 1:
             return queries[0][1]
         joined = torch.empty_like(q)
@@ -450,7 +324,7 @@ class KVCache:
         return joined
 
     def _commit_bank(self, bank: Bank, chunk: Chunk) -> None:
-        bank.base = self._views[bank.layer, bank.group].base
+        bank.base = self.views[bank.layer, bank.group].base
         bank.promote()
         self.policy.commit(bank, chunk)
         bank.notes.clear()
@@ -459,11 +333,11 @@ class KVCache:
 
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None
-        self._views.clear()
-        self._kept.clear()
+        self.views.clear()
+        self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
         self._note_peak()
 
     def _note_peak(self) -> None:
-        self._peak = max(self._peak, self.report().total)
+        self.peak = self.report().peak

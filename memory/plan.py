@@ -19,6 +19,7 @@ from torch import Tensor
 
 from streamvid.memory.cache import KVCache
 from streamvid.memory.codecs import CODECS, KVCodec, PackedKV, make_codec, packed_bytes
+from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import MemoryPolicy, overrides
@@ -109,6 +110,8 @@ def plan(
     """
     policy = build(policy, POLICIES, "memory policy")
     codec = None if codec is None else make_codec(codec)
+    if isinstance(codec, NoCodec):
+        codec = None  # as the cache takes it: plain slots
     setup = _Setup(geometry, policy, codec, chunk_frames, tuple(sorted(settings.items())))
     result = _project(setup, frames)
     if budget_bytes is None:

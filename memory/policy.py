@@ -127,6 +127,10 @@ class MemoryPolicy:
         """Frames of storage to allocate for a bank, the current chunk included. None: grow as needed."""
         return None
 
+    def reach(self) -> int | None:
+        """Newest latent frames that a re-cache must encode again to fill what this policy shows; None: all of them."""
+        return None
+
     def plan(self, bank: Bank, chunk: Chunk) -> Plan:
         """What the chunk sees. The bank must not be changed."""
         times, query = absolute(bank.entries, chunk)

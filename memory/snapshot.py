@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from streamvid.memory.bank import Bank, Entry
+from streamvid.memory.codecs import PackedKV
+from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.spec import effective
 
 if TYPE_CHECKING:
-    from streamvid.memory.cache import KVCache
+    from streamvid.memory.history import History
 
 
-def _kind(cache: KVCache) -> dict[str, Any]:
+def _kind(cache: History) -> dict[str, Any]:
     """What must be equal for a snapshot to fit."""
     g = cache.geometry
     settings = {key: str(value) for key, value in effective(cache.policy).items()}
@@ -31,7 +33,7 @@ def _kind(cache: KVCache) -> dict[str, Any]:
     }
 
 
-def dump(cache: KVCache) -> dict[str, Tensor]:
+def dump(cache: History) -> dict[str, Tensor]:
     """See `KVCache.state_dict`."""
     tensors: dict[str, Tensor] = {}
     banks = [_dump_bank(bank, tensors) for bank in cache.all_banks()]
@@ -39,6 +41,7 @@ def dump(cache: KVCache) -> dict[str, Tensor]:
         "kind": _kind(cache),
         "next_frame": cache.next_frame,
         "num_chunks": cache.num_chunks,
+        "newest": cache.newest,
         "banks": banks,
     }
     tensors["meta"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
@@ -85,10 +88,10 @@ def _dump_bank(bank: Bank, tensors: dict[str, Tensor]) -> dict[str, Any]:
             for key, value in entry.packed.tensors().items():
                 tensors[f"{at}.packed.{key}"] = value.clone()
         entries.append(record)
-    return {"entries": entries, "used": used, "slots": bank.slots, "base": bank.base}
+    return {"entries": entries, "used": used, "slots": used[-1] + 1 if used else 0, "base": bank.base}
 
 
-def restore(cache: KVCache, state: dict[str, Tensor]) -> None:
+def restore(cache: History, state: dict[str, Tensor]) -> None:
     """See `KVCache.load_state_dict`."""
     if "meta" not in state:
         raise ValueError("not a cache snapshot: it holds no 'meta'")
@@ -103,7 +106,9 @@ def restore(cache: KVCache, state: dict[str, Tensor]) -> None:
     cache.reset()
     for bank, record in zip(cache.all_banks(), meta["banks"], strict=True):
         _restore_bank(bank, record, state)
-    cache.next_frame, cache.num_chunks = meta["next_frame"], meta["num_chunks"]
+    cache.next_frame, cache.num_chunks, cache.newest = (
+        meta[key] for key in ("next_frame", "num_chunks", "newest")
+    )
 
 
 def _restore_bank(bank: Bank, record: dict[str, Any], state: dict[str, Tensor]) -> None:
@@ -140,9 +145,6 @@ def _entry(bank: Bank, at: str, record: dict[str, Any], state: dict[str, Tensor]
         if f"{at}.{key}" in state:
             setattr(entry, key, state[f"{at}.{key}"].to(bank.k.device))
     if record["packed"] is not None:
-        from streamvid.memory.codecs import PackedKV
-        from streamvid.memory.codecs.none import NoCodec
-
         prefix = f"{at}.packed."
         parts = {
             k.removeprefix(prefix): v.to(bank.k.device) for k, v in state.items() if k.startswith(prefix)

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
     "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
     "info": ("info", "What a checkpoint is: geometry, size, memory by window, and what it lacks to run."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""

@@ -59,8 +59,11 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
             codec="none" if codec is None else str(describe(codec)),
         )
     )
-    if session.fuses_context:
-        raise StreamvidError("step cache 'fused' is not available yet; leave it out")
+    if session.watches_blocks and (options.fuse_context or session.fuses_context):
+        raise StreamvidError(
+            f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
+            "not show; leave out fuse_context (or 'fused')"
+        )
     pipe.sessions.check()
     start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)

@@ -148,3 +148,12 @@ def test_a_wrong_spec_is_one_clear_sentence(pipes, spec):
     with pytest.raises(StreamvidError) as caught:
         run(pipes["fresh"], spec)
     assert "\n" not in str(caught.value)
+
+
+def test_fused_context_passes_change_nothing_but_rounding(pipes, plain):
+    out, report = run(pipes["fresh"], "fused + mask:skip=2")
+    want, _ = run(pipes["fresh"], "mask:skip=2")
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=0)
+    assert "merge_clean" in run(pipes["fresh"], "fused", chunks=3)[1]["chunks"][2]["modes"]
+    with pytest.raises(StreamvidError, match="watches the blocks"):
+        run(pipes["same"], "fused + teacache")

@@ -51,6 +51,9 @@ class Window(MemoryPolicy):
     def capacity(self, geometry: KVGeometry, layer: int, group: int, chunk_frames: int) -> int | None:
         return self.size
 
+    def reach(self) -> int | None:
+        return self.size
+
     def plan(self, bank: Bank, chunk: Chunk) -> Plan:
         visible = bank.newest(self.size - (chunk.count - chunk.skip), keep="sink")
         if self.positions == "unified":

@@ -151,6 +151,11 @@ class Session:
         latent = sum(space != "residual" for space in self.keeps)
         return Footprint(latents=latent * self.depth, hiddens=(len(self.keeps) - latent) * self.depth)
 
+    @property
+    def watches_blocks(self) -> bool:
+        """Whether its forwards run with hooks; such a session cannot share a forward with a context pass."""
+        return self.needs_block_hooks or "residual" in self.keeps
+
     # The hooks that a sampler calls -----------------------------------------------------------------------
 
     def on_chunk_start(self, chunk: ChunkInfo) -> None:

@@ -25,12 +25,12 @@ def test_a_cut_moves_one_chunk_away_and_keeps_its_history():
     assert cache.scene_cut()
     held = [entry.frames for entry in cache.banks[0][0].entries]
     assert cache.begin_chunk(3)
-    assert cache._views[0, 0].plan.query_t == (45, 46, 47)
+    assert cache.views[0, 0].plan.query_t == (45, 46, 47)
     cache.abort()
     assert held == [entry.frames for entry in cache.banks[0][0].entries]
     run(cache, range(5, 6))
     cache.begin_chunk(3)
-    assert cache._views[0, 0].plan.query_t == (3, 4, 5)
+    assert cache.views[0, 0].plan.query_t == (3, 4, 5)
 
 
 def test_other_policies_forget_at_a_cut():
@@ -58,7 +58,7 @@ def test_rolling_sink_shows_originals_at_moved_positions():
     run(cache, range(8))
     chunk = cache.begin_chunk(3)
     assert chunk.start == 24
-    plan = cache._views[0, 0].plan
+    plan = cache.views[0, 0].plan
     shown = {t: entry.frames[0] for entry, (t,) in zip(plan.visible, plan.t, strict=True)}
     assert sorted(shown) == list(range(6, 24))
     assert [shown[t] for t in (18, 19, 20)] == [17, 16, 15]
@@ -83,7 +83,7 @@ def test_kv_bias_is_a_factor_on_attention_weights():
     cache.begin_chunk(3)
     q, k, v = draw(geometry(), 5)
     out = cache.attend(0, q, k, v)
-    view = cache._views[0, 0]
+    view = cache.views[0, 0]
     assert view.bias is not None
     assert view.bias[..., : 3 * 6].unique().tolist() == pytest.approx([math.log(0.5)])
     assert torch.isfinite(out).all()
@@ -122,7 +122,7 @@ def test_memrope_layout():
     regions = [entry.region for entry in cache.banks[0][0].entries]
     assert regions == ["sink"] * 3 + ["side"] * 2 + ["recent"] * 4
     cache.begin_chunk(3)
-    plan = cache._views[0, 0].plan
+    plan = cache.views[0, 0].plan
     assert [t for times in plan.t for t in times] == list(range(9)) and plan.query_t == (9, 10, 11)
 
 

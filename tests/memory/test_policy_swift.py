@@ -68,7 +68,7 @@ def test_the_window_is_wide_after_a_change_and_narrow_later():
 
     def seen() -> int:
         cache.begin_chunk(3)
-        plan = cache._views[0, 0].plan
+        plan = cache.views[0, 0].plan
         cache.abort()
         return 3 + sum(entry.num_frames for entry in plan.visible)
 
