@@ -81,7 +81,7 @@ class Sampler(Protocol):
         ...
 
 
-class _Base:
+class SampleBase:
     """Branches, plan and one guided step: what both samplers share."""
 
     noise_kind: NoiseKind
@@ -175,7 +175,7 @@ def _combine(cond: StepOutput, uncond: StepOutput, scale: float) -> StepOutput:
     )
 
 
-class FewStepSampler(_Base):
+class FewStepSampler(SampleBase):
     """The sampler of Self-Forcing class models: predict x0, mix in fresh noise, a few times.
 
     Args:
@@ -224,7 +224,7 @@ class FewStepSampler(_Base):
         return out.x0
 
 
-class ManyStepSampler(_Base):
+class ManyStepSampler(SampleBase):
     """Flow sampling through diffusers' schedulers; each chunk starts a fresh scheduler.
 
     Args:
