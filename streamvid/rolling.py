@@ -16,10 +16,14 @@ from torch import Tensor
 
 from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
+from streamvid.memory.cache import KVCache
+from streamvid.memory.policies.rolling_forcing import JOINT
 from streamvid.noise import Noise
+from streamvid.prompt import PromptState
 from streamvid.sampler import SampleBase, StepCallback
 from streamvid.schedule import FlowSchedule
 from streamvid.stepcache.types import ChunkInfo, NoiseKind
+from streamvid.transformer import CausalWan
 
 
 class JointDenoiser(Protocol):
@@ -28,6 +32,21 @@ class JointDenoiser(Protocol):
     def __call__(self, x_t: Tensor, timesteps: Tensor) -> Tensor:
         """Flow ``[b, f, c, h, w]``; ``timesteps`` ``[f]``, one a latent frame."""
         ...
+
+
+def joint_denoiser(model: CausalWan, prompt: PromptState, cache: KVCache) -> JointDenoiser:
+    """The model over windows that begin where ``cache`` ends; the cache is idle before and after each call."""
+
+    def denoise(x_t: Tensor, timesteps: Tensor) -> Tensor:
+        for bank in cache.all_banks():
+            bank.notes[JOINT] = True
+        cache.begin_chunk(x_t.shape[1])
+        try:
+            return model(x_t, timesteps, prompt, cache)
+        finally:
+            cache.abort()
+
+    return denoise
 
 
 @dataclass
@@ -49,8 +68,8 @@ class RollingState:
     def state_dict(self) -> list[dict[str, Any]]:
         return [vars(chunk).copy() for chunk in self.chunks]
 
-    def load_state_dict(self, values: list[dict[str, Any]]) -> None:
-        self.chunks = [InFlight(**value) for value in values]
+    def load_state_dict(self, values: list[dict[str, Any]], device: torch.device | str = "cpu") -> None:
+        self.chunks = [InFlight(v["index"], v["step"], v["x"].to(device)) for v in values]
 
 
 class RollingSampler(SampleBase):
@@ -73,6 +92,11 @@ class RollingSampler(SampleBase):
 
     @classmethod
     def from_config(cls, config: StreamConfig, last_chunk: int | None = None) -> RollingSampler:
+        if config.num_inference_steps is not None or config.independent_first_frame:
+            raise StreamvidError(
+                "joint_window works with denoising_steps and equal chunks; leave out num_inference_steps and "
+                "independent_first_frame"
+            )
         if config.guidance_scale != 1.0:
             raise StreamvidError(
                 f"a joint window takes no guidance, got guidance_scale={config.guidance_scale}; set it to 1"

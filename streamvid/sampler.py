@@ -308,8 +308,12 @@ class ManyStepSampler(SampleBase):
         return x_t
 
 
-def make_sampler(config: StreamConfig) -> FewStepSampler | ManyStepSampler:
-    """The sampler a checkpoint asks for: few-step unless ``num_inference_steps`` is set."""
+def make_sampler(config: StreamConfig) -> Any:
+    """The sampler a checkpoint asks for: few-step, unless ``num_inference_steps`` or ``joint_window`` is set."""
+    if config.joint_window:
+        from streamvid.rolling import RollingSampler
+
+        return RollingSampler.from_config(config)
     if config.num_inference_steps is None:
         return FewStepSampler.from_config(config)
     return ManyStepSampler.from_config(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -9,32 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import streamvid
 from streamvid.checkpoints import load_transformer
 from streamvid.errors import StreamvidError
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.memory.cache import KVCache
-from streamvid.memory.policies.rolling_forcing import JOINT
 from streamvid.noise import CounterNoise, RecordedNoise
-from streamvid.rolling import RollingSampler, RollingState
+from streamvid.rolling import RollingSampler, RollingState, joint_denoiser
 from streamvid.schedule import FlowSchedule
 from streamvid.stepcache.types import ChunkInfo
 from streamvid.transformer import CausalWan
 
 GOLDEN = Path(__file__).parent / "golden" / "rollingforcing"
 TOLERANCE = 2e-5
-
-
-def joint_denoiser(net, prompt, cache):
-    def denoise(x_t, timesteps):
-        for bank in cache.all_banks():
-            bank.notes[JOINT] = True
-        cache.begin_chunk(x_t.shape[1])
-        try:
-            return net(x_t, timesteps, prompt, cache)
-        finally:
-            cache.abort()
-
-    return denoise
 
 
 def roll(net, prompt, sampler, noise, shape, chunks, *, parity=False, on_chunk=None, callback=None):
@@ -153,3 +142,41 @@ def test_a_stored_window_goes_on_bit_for_bit(parts):
         sampler.sample_chunk(model, chunk(5), noise, SHAPE, state=state)
     sampler.sample_chunk(model, chunk(5, "first"), noise, SHAPE, state=state)
     assert [c.index for c in state.chunks] == [6, 7]
+
+
+@pytest.fixture(scope="module")
+def rolling_pipe(tiny_random_folder):
+    pipe = streamvid.load(str(tiny_random_folder))
+    pipe.config = dataclasses.replace(pipe.config, joint_window=True, denoising_steps=(1000, 800, 600))
+    return pipe
+
+
+def frames_of(stream, chunks):
+    return torch.cat([torch.as_tensor(c.frames) for c in itertools.islice(stream.chunks(), chunks)])
+
+
+def test_a_stream_rolls_restores_and_resets(rolling_pipe, tmp_path):
+    options = {"output_type": "latent", "height": 32, "width": 32}
+    with rolling_pipe.stream("a red ball", **options) as stream:
+        whole = frames_of(stream, 5)
+        assert "'name': 'RollingForcing'" in str(stream.settings["memory"])
+    with rolling_pipe.stream("a red ball", **options) as stream:
+        assert torch.equal(frames_of(stream, 2), whole[:6])
+        stream.snapshot(tmp_path / "s.safetensors")
+        stream.reset()
+        assert torch.equal(frames_of(stream, 1), whole[:3])
+    with rolling_pipe.restore(tmp_path / "s.safetensors") as stream:
+        assert torch.equal(frames_of(stream, 3), whole[6:])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": "window"}, "needs memory 'rolling_forcing'"),
+        ({"step_cache": "mask:skip=1"}, "does not fit a joint window"),
+        ({"guidance_scale": 2.0}, "takes no guidance"),
+    ],
+)
+def test_what_a_joint_window_cannot_do_is_refused(rolling_pipe, options, text):
+    with pytest.raises(StreamvidError, match=text):
+        rolling_pipe.stream("a red ball", **options)

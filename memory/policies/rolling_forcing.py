@@ -36,6 +36,9 @@ class RollingForcing(MemoryPolicy):
                 f"rolling_forcing: size={self.size} must be at least anchor + chunk = {self.anchor} + {chunk_frames}"
             )
 
+    def reach(self) -> int | None:
+        return self.size
+
     def plan(self, bank: Bank, chunk: Chunk) -> Plan:
         if bank.notes.get(JOINT):
             return self._joint(bank, chunk)
