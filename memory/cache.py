@@ -100,6 +100,7 @@ class KVCache(History):
         self.next_frame = self.num_chunks = self.newest = 0
         self._calls = [0] * geometry.layers
         self.views, self.kept, self.peak = {}, {}, 0
+        self._held = 0  # bytes but for the layer scratch, when last counted
         self._written: set[int] = set()
         self.watch: Callable[[Stage, Bank, View, Tensor, Tensor], None] | None = None
         """Sees the rotated queries and keys of every attention call; see `mass.RegionMass`."""
@@ -199,8 +200,8 @@ class KVCache(History):
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
-        if layer == 0 or self.scratch.grew:
-            self._note_peak()
+        if self.scratch.grew:
+            self.peak = max(self.peak, self._held + self.scratch.buffer.nbytes)
         return attend(self.join(queries, q), outputs, backend=self.backend)
 
     def begin_context(self) -> None:
@@ -361,7 +362,8 @@ class KVCache(History):
         self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
-        self._note_peak()
 
     def _note_peak(self) -> None:
-        self.peak = self.report().peak
+        """Count all bytes: where chunks begin and before they commit; scratch alone grows in between."""
+        report = self.report()
+        self.peak, self._held = report.peak, report.total - self.scratch.buffer.nbytes

@@ -135,15 +135,29 @@ class VideoStream:
             num_latents=plan.num_latents,
             kind="first" if plan.first else "normal",
         )
+        shape, place = (1, plan.num_latents, *self._shape), (engine.model.device, engine.model.dtype)
         try:
+            if state.rolling is not None:
+                latents = self._sampler.sample_chunk(
+                    engine.joint(state),
+                    info,
+                    self._noise,
+                    shape,
+                    state=state.rolling,
+                    device=place[0],
+                    dtype=place[1],
+                    callback=self.on_step,
+                )
+                engine.begin(state, plan)
+                return latents
             return self._sampler.sample_chunk(
                 engine.denoiser(state),
                 info,
                 self._noise,
-                (1, plan.num_latents, *self._shape),
+                shape,
                 step_cache=state.step_cache,
-                device=engine.model.device,
-                dtype=engine.model.dtype,
+                device=place[0],
+                dtype=place[1],
                 fused=engine.fused(state) if fused else None,
                 callback=self.on_step,
             )
