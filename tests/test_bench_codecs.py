@@ -29,7 +29,10 @@ def test_errors_order_codecs_by_their_bits():
 def test_only_the_history_is_packed():
     given = sample()
     far = Sample(given.k, given.v, given.q, given.k_now * 50, given.v_now)
-    assert loss(make_codec("int4"), [far], (2, 4)).attention < loss(make_codec("int4"), [given], (2, 4)).attention
+    assert (
+        loss(make_codec("int4"), [far], (2, 4)).attention
+        < loss(make_codec("int4"), [given], (2, 4)).attention
+    )
 
 
 def test_planned_sizes_are_those_of_the_literature():
@@ -40,8 +43,29 @@ def test_planned_sizes_are_those_of_the_literature():
 
 def test_command(tiny_random_folder, tmp_path, capsys):
     page = tmp_path / "docs" / "codecs.md"
-    words = ["bench", "codecs", "-m", str(tiny_random_folder), "--codec", "int4", "--codec", "qvg", "--frames", "6"]
-    words += ["--codec", "qvg:rule=parity", "--chunks", "1", "--prompt", "a ball", "--write", str(page), "--json"]
+    words = [
+        "bench",
+        "codecs",
+        "-m",
+        str(tiny_random_folder),
+        "--codec",
+        "int4",
+        "--codec",
+        "qvg",
+        "--frames",
+        "6",
+    ]
+    words += [
+        "--codec",
+        "qvg:rule=parity",
+        "--chunks",
+        "1",
+        "--prompt",
+        "a ball",
+        "--write",
+        str(page),
+        "--json",
+    ]
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert list(result["loss"]) == list(result["time"]) == ["none", "int4", "qvg", "qvg:rule=parity"]
