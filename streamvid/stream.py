@@ -350,6 +350,12 @@ class VideoStream:
         self._check_open()
         return self._state.text
 
+    def watch_attention(self, look: Any) -> None:
+        """Let `look` see each attention call of the conditional branch, as `memory.mass.RegionMass` does; None ends
+        it."""
+        self._check_open()
+        self._state.sides["cond"].cache.watch = look
+
     def nbytes(self) -> int:
         """Bytes of tensors that the stream holds."""
         return 0 if self._closed else self._state.nbytes()
@@ -368,6 +374,7 @@ class VideoStream:
                 "waiting": [vars(change.receipt).copy() for change in self._queue.waiting()],
                 "paused": not self._running.is_set(),
                 "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
+                "held": state.sides["cond"].cache.held(),
                 "bytes": state.nbytes(),
                 "step_cache": state.step_cache.accounting.report(),
                 "context_passes": self._engine.passes,
