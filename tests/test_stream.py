@@ -378,13 +378,15 @@ def live_tensors() -> int:
 def test_memory_and_time_are_flat_and_positions_do_not_run_out(pipe) -> None:
     stream = pipe.stream(A, output_type="latent", memory="window:size=7,sink=1,positions=slot")
     seconds, size, tensors = [], {}, {}
+    begun = time.process_time()  # of this process: other work on the machine does not count
     for chunk in stream.chunks():
-        seconds.append(chunk.seconds["total"])
+        seconds.append(time.process_time() - begun)
         assert torch.isfinite(chunk.frames).all()
         if chunk.index in (50, 299):
             size[chunk.index], tensors[chunk.index] = stream.nbytes(), live_tensors()
         if chunk.index == 299:
             break
+        begun = time.process_time()
     assert size[50] == size[299] and tensors[50] == tensors[299]
     assert statistics.median(seconds[-50:]) <= 1.2 * statistics.median(seconds[20:70])
     assert stream.stats()["latent"] == 900
