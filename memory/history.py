@@ -15,6 +15,7 @@ from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policy import Chunk, MemoryPolicy
 from streamvid.memory.report import MemoryReport, measure
+from streamvid.memory.sparse import SparseMaps
 from streamvid.memory.view import Scratch, View
 
 Phase = Literal["idle", "noisy", "context"]
@@ -38,6 +39,8 @@ class History:
     """Chunks committed, re-encoded ones not counted again."""
     newest: int
     """The largest ``next_frame`` so far: frames below it that are committed are being encoded again."""
+    sparse: SparseMaps | None
+    """Block maps of the chunk in progress; None where attention is dense."""
     rope: GridRope
     scratch: Scratch
     views: dict[tuple[int, int], View]

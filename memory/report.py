@@ -92,8 +92,10 @@ def entry_bytes(bank: Bank, entry: Any) -> int:
 
 
 def _table_bytes(cache: History) -> int:
-    """Rotation tables and biases, each counted once."""
+    """Rotation tables, biases and block maps, each counted once."""
     tensors = list(cache.rope.tensors())
     for view in cache.views.values():
         tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
+    if cache.sparse is not None:
+        tensors += cache.sparse.tensors()
     return sum({id(x): x.nbytes for x in tensors}.values())  # by object: shapes without data have no address

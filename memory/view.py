@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamvid.kernels.quantise import joined
 from streamvid.kernels.rope import GridRope, rope_table, rotate
+from streamvid.kernels.types import PackedTensor
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.policy import Plan
 from streamvid.memory.rope import rebase
@@ -87,6 +89,31 @@ class View:
         keys[:, self.committed :] = k
         values[:, self.committed :] = v
         return rotate(keys, self.table, out=keys), values
+
+    def stored(
+        self, k: Tensor, v: Tensor
+    ) -> list[tuple[Tensor | PackedTensor, Tensor | PackedTensor, Tensor, Tensor | None]] | None:
+        """What a kernel that unpacks and rotates on reading gets instead of `fill`: keys, values, table and bias of the
+        packed history and of the current chunk. None where the codec's layout is not one that kernels know, or tokens
+        were selected or have positions of their own.
+
+        The entries' codes are joined into one tensor, a quarter (4 bits) of the bytes that unpacking would write.
+        """
+        committed = self.pieces[: len(self.plan.visible)]
+        if self.plan.select is not None or not committed or self.table.ndim != 3 or self.table.shape[1] != 1:
+            return None
+        sides: tuple[list[PackedTensor], list[PackedTensor]] = ([], [])
+        for piece in committed:
+            view = getattr(piece.entry.codec, "kernel_view", None)
+            pair = None if view is None else view(piece.entry.packed)
+            if pair is None or (sides[0] and not sides[0][0].same_layout(pair[0])):
+                return None
+            for side, packed in zip(sides, pair, strict=True):
+                side.append(packed)
+        keys, values = (joined(side) for side in sides)
+        table, at = self.table[:, 0], self.committed
+        biases = (None, None) if self.bias is None else (self.bias[..., :at], self.bias[..., at:])
+        return [(keys, values, table[:at], biases[0]), (k, v, table[at:], biases[1])]
 
     def _gather(self, bank: Bank, keys: Tensor, values: Tensor, scratch: Scratch) -> None:
         select = self.plan.select
