@@ -12,6 +12,7 @@ import torch
 from streamvid.config import StreamConfig
 from streamvid.engine import Engine
 from streamvid.errors import StreamvidError
+from streamvid.kernels.selectors import SELECTORS
 from streamvid.memory.cache import KVCache
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.spec import build, effective
@@ -47,6 +48,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         default_memory(config) if options.memory is None else options.memory, POLICIES, "memory policy"
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
+    selector = None if options.sparse is None else build(options.sparse, SELECTORS, "block selection rule")
     step_cache = build_step_cache(options.step_cache)
     session = step_cache.open(
         plan_for(
@@ -76,6 +78,8 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
             codec,
             chunk_frames=config.chunk_latents,
             backend=pipe.attention,
+            sparse=selector,
+            subsets=session.selects_tokens,
         )
         embeds = engine.encode(text)
         sides[branch] = Side(cache, embeds, engine.read(embeds))
@@ -85,7 +89,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
 
         decoder = make_decoder(pipe.vae)
     state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
-    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
+    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache, selector)
     return VideoStream(
         pipe,
         options,
@@ -139,6 +143,7 @@ def _settings(
     policy: Any,
     codec: Any,
     step_cache: Any,
+    selector: Any,
 ) -> dict[str, Any]:
     """What the stream really runs with, JSON-ready."""
     return {
@@ -158,6 +163,7 @@ def _settings(
         "negative_prompt": config.negative_prompt,
         "memory": describe(policy),
         "codec": "none" if codec is None else describe(codec),
+        "sparse": "none" if selector is None else describe(selector),
         "step_cache": describe(step_cache),
         "fuse_context": options.fuse_context,
         "output_type": options.output_type,

@@ -176,6 +176,25 @@ def test_guidance_and_steps_change_what_is_run(pipe) -> None:
         assert stream.settings["memory"]["size"] == 21, "endless streams are bounded by default"
 
 
+def test_sparse_attention_that_reads_everything_is_exact(pipe) -> None:
+    plain = latents(pipe, 3)
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(plain, latents(pipe, 3, sparse="topk:density=1"), strict=True)
+    )
+    with pytest.raises(ValueError, match="did you mean 'topk'"):
+        pipe.stream(A, sparse="topl")
+
+
+def test_token_subsets_work_with_a_codec(pipe) -> None:
+    with pipe.stream(
+        A, output_type="latent", codec="int8", step_cache="tokens:ratio=0.5", num_inference_steps=4
+    ) as stream:
+        for chunk in islice(stream.chunks(), 3):
+            assert torch.isfinite(chunk.frames).all()
+        assert stream.stats()["step_cache"]["compute_fraction"] < 1
+
+
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 3.0}])
 def test_a_fused_context_pass_changes_no_number_and_saves_a_pass(pipe, options) -> None:
     plain = latents(pipe, 4, **options)

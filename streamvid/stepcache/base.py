@@ -98,6 +98,8 @@ class Session:
     per_branch: ClassVar[bool] = False
     """Each branch decides for itself; otherwise the unconditional one follows the conditional one."""
     needs_block_hooks: ClassVar[bool] = False
+    selects_tokens: ClassVar[bool] = False
+    """Some decisions run a subset of the tokens; a memory with a codec must then keep the chunk in progress."""
     fuses_context: ClassVar[bool] = False
     """The stream should run a chunk's context pass together with the next chunk's first step."""
     keeps: ClassVar[tuple[Space, ...]] = ()
