@@ -463,6 +463,42 @@ def test_the_limit_is_words_not_memory(tiny_random_folder) -> None:
     pipe.stream(A).close()
 
 
+def test_a_memory_that_cannot_fit_is_refused_with_its_numbers(pipe) -> None:
+    with pytest.raises(StreamvidError, match=r"needs [0-9.]+ GB and [0-9.]+ GB are free .* shorter window"):
+        pipe.stream(A, memory="window:size=2000000000")
+    assert len(pipe.sessions) == 0
+
+
+def test_decoding_that_stops_half_way_asks_for_a_reset(pipe, monkeypatch) -> None:
+    stream = pipe.stream(A)
+    first = next(stream)
+    list(islice(stream, 8))
+    decode = stream._state.decoder.decode_chunk
+    monkeypatch.setattr(stream._state.decoder, "decode_chunk", lambda latents: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(stream)
+    monkeypatch.setattr(stream._state.decoder, "decode_chunk", decode)
+    with pytest.raises(StreamvidError, match="call reset"):
+        next(stream)
+    stream.reset()
+    assert np.array_equal(next(stream), first)
+
+
+def test_a_change_survives_a_context_pass_that_was_stopped(pipe, monkeypatch) -> None:
+    plain, _, _ = run_switch(pipe, "recache", chunks=2)
+    stream = pipe.stream(A, output_type="latent", memory="window:size=9,sink=3")
+    blocks = stream.chunks()
+    next(blocks), next(blocks)
+    receipt = stream.set_prompt(B, "recache")
+    commit = stream._engine._commit
+    monkeypatch.setattr(stream._engine, "_commit", lambda side, latents: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(stream.chunks())
+    monkeypatch.setattr(stream._engine, "_commit", commit)
+    assert receipt.status == "waiting"
+    assert torch.equal(next(stream.chunks()).frames, plain[2]) and receipt.status == "applied"
+
+
 def test_pause_waits_for_resume_and_cannot_wait_for_itself(pipe) -> None:
     stream = pipe.stream(A, output_type="latent")
     next(stream)
