@@ -29,6 +29,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
     "bench cpu-core": ("bench_cpu_core", "Seconds a chunk on a CPU, against plain diffusers blocks."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "compare": (
+        "compare",
+        "Settings side by side on the same prompts and noise: rows, tables, one report page.",
+    ),
+    "bench stream": (
+        "bench_stream",
+        "First frame, chunk period, control latency, memory, against the floor.",
+    ),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 
