@@ -59,7 +59,7 @@ class _Replay:
         self.case = read_weights(folder / "case.safetensors").tensors
         self.dtype = getattr(torch, self.config["compute_dtype"])
         self.net = CausalWan(
-            load_transformer(_weights(folder), dtype=self.dtype, config=self.config["model"])
+            load_transformer(find_weights(folder), dtype=self.dtype, config=self.config["model"])
         )
         self.half = self.dtype != torch.float32
         geometry = self.net.geometry.kv(
@@ -174,7 +174,8 @@ class _Replay:
             self.deviations.append(Deviation(name, error.sqrt().item(), HALF_RELATIVE_LIMIT, "rms relative"))
 
 
-def _weights(folder: Path) -> Path:
+def find_weights(folder: Path) -> Path:
+    """The weight file of a case. Raises CheckpointError when there is none."""
     for name in ("weights.safetensors", "weights.pt", "weights.pth"):
         if (folder / name).is_file():
             return folder / name
