@@ -59,6 +59,8 @@ def default_config(
         return Config(64, 32, 8, 2)
     if capability in (90, 100, 103):
         return Config(128, 64, 8, 2 if packed else 3)
+    if rope and (k_bits or v_bits):
+        return Config(64, 32, 8, 2)
     if packed:
         return Config(64, 64, 8, 2)
     return Config(128, 64, 8, 2)

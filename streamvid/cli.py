@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
     "bench cpu-core": ("bench_cpu_core", "Seconds a chunk on a CPU, against plain diffusers blocks."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "kernels check": ("kernels_check", "Compile the GPU kernels without a GPU and hold them to their limits."),
+    "kernels tune": ("kernels_tune", "Measure tile sizes on this GPU, once, and keep the fastest."),
+    "bench kernels": ("bench_kernels", "Attention: grouped and block-sparse against dense, with the floor on a GPU."),
+    "bench gpu-forward": ("bench_gpu_forward", "Whole forward of the 1.3B geometry with random weights, on a GPU."),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 
