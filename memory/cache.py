@@ -16,6 +16,8 @@ Life of a chunk::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -98,7 +100,10 @@ class KVCache(History):
         self.next_frame = self.num_chunks = self.newest = 0
         self._calls = [0] * geometry.layers
         self.views, self.kept, self.peak = {}, {}, 0
+        self._held = 0  # bytes but for the layer scratch, when last counted
         self._written: set[int] = set()
+        self.watch: Callable[[Stage, Bank, View, Tensor, Tensor], None] | None = None
+        """Sees the rotated queries and keys of every attention call; see `mass.RegionMass`."""
         self._watches = overrides(self.policy, "observe") or overrides(self.policy, "refine")
 
     def _layout(self, fill: float | None) -> list[list[Bank]]:
@@ -181,11 +186,13 @@ class KVCache(History):
             table = view.query_table if tokens is None else view.query_table[tokens]
             q_group = rotate(q_group, table)
             queries.append((bank, q_group))
-            stored = view.stored(k_group, v_group) if self._reads_stored else None
+            stored = view.stored(k_group, v_group) if self._reads_stored and self.watch is None else None
             if stored is not None:
                 outputs += [KVView(a, b, bank.heads, bias, turn) for a, b, turn, bias in stored]
                 continue
             keys, values = view.fill(bank, k_group, v_group, self.scratch)
+            if self.watch is not None:
+                self.watch(stage, bank, view, q_group, keys)
             blocks = None
             if self.sparse is not None and tokens is None:
                 blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
@@ -193,8 +200,8 @@ class KVCache(History):
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
-        if layer == 0 or self.scratch.grew:
-            self._note_peak()
+        if self.scratch.grew:
+            self.peak = max(self.peak, self._held + self.scratch.buffer.nbytes)
         return attend(self.join(queries, q), outputs, backend=self.backend)
 
     def begin_context(self) -> None:
@@ -355,7 +362,8 @@ class KVCache(History):
         self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
-        self._note_peak()
 
     def _note_peak(self) -> None:
-        self.peak = self.report().peak
+        """Count all bytes: where chunks begin and before they commit; scratch alone grows in between."""
+        report = self.report()
+        self.peak, self._held = report.peak, report.total - self.scratch.buffer.nbytes

@@ -129,6 +129,14 @@ class History:
         """Bytes by region, scratch and peak, counted on the tensors."""
         return measure(self)
 
+    def held(self) -> dict[str, list[int]]:
+        """Region -> the latent frames it holds tokens of, of any layer and head group. Host numbers only."""
+        found: dict[str, set[int]] = {}
+        for bank in self.all_banks():
+            for entry in bank.entries:
+                found.setdefault(entry.region, set()).update(entry.frames)
+        return {region: sorted(frames) for region, frames in found.items()}
+
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
         from streamvid.memory.snapshot import dump

@@ -159,17 +159,33 @@ class View:
 
 
 def _concatenate(bank: Bank, entries: list[Entry], keys: Tensor, values: Tensor) -> None:
+    """Copy or decode entries one after the other; neighbours in storage are copied together."""
     at = 0
+    pending: tuple[int, int] | None = None
+
+    def copy(run: tuple[int, int]) -> None:
+        stop = at - (run[1] - run[0]), at
+        keys[:, stop[0] : stop[1]] = bank.k[:, run[0] : run[1]]
+        values[:, stop[0] : stop[1]] = bank.v[:, run[0] : run[1]]
+
     for entry in entries:
+        for run in bank.runs(entry):
+            if pending is not None and pending[1] == run[0]:
+                pending = (pending[0], run[1])
+            else:
+                if pending is not None:
+                    copy(pending)
+                pending = run
+            at += run[1] - run[0]
         if entry.packed is not None:
+            if pending is not None:
+                copy(pending)
+                pending = None
             into = (keys[:, at : at + entry.length], values[:, at : at + entry.length])
             entry.codec.decode(entry.packed, into)
             at += entry.length
-            continue
-        for start, stop in bank.runs(entry):
-            keys[:, at : at + stop - start] = bank.k[:, start:stop]
-            values[:, at : at + stop - start] = bank.v[:, start:stop]
-            at += stop - start
+    if pending is not None:
+        copy(pending)
 
 
 def resolve(bank: Bank, plan: Plan, rope: GridRope, limit: int, skip: int) -> View:

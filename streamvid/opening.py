@@ -11,15 +11,21 @@ import torch
 
 from streamvid.config import StreamConfig
 from streamvid.engine import Engine
-from streamvid.errors import StreamvidError
+from streamvid.errors import MemoryBudgetError, StreamvidError
+from streamvid.kernels.selectors import SELECTORS
 from streamvid.memory.cache import KVCache
+from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
+from streamvid.memory.policies.rolling_forcing import RollingForcing
+from streamvid.memory.policy import MemoryPolicy
 from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
+from streamvid.rolling import RollingState
 from streamvid.sampler import make_sampler
 from streamvid.starts import prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
+from streamvid.stepcache.base import NoCache
 from streamvid.stepcache.planning import plan_for
 from streamvid.timeline import ChunkRule, check_size
 
@@ -47,6 +53,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         default_memory(config) if options.memory is None else options.memory, POLICIES, "memory policy"
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
+    selector = None if options.sparse is None else build(options.sparse, SELECTORS, "block selection rule")
     step_cache = build_step_cache(options.step_cache)
     session = step_cache.open(
         plan_for(
@@ -64,18 +71,34 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
             f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
             "not show; leave out fuse_context (or 'fused')"
         )
+    if config.joint_window:
+        if not isinstance(policy, RollingForcing):
+            raise StreamvidError(
+                "this checkpoint denoises a joint window, which needs memory 'rolling_forcing' "
+                f"(or none given), not {type(policy).__name__}"
+            )
+        if not isinstance(step_cache, NoCache):
+            raise StreamvidError(
+                f"step cache {options.step_cache!r} does not fit a joint window, where each forward serves several "
+                "steps at once; leave it out"
+            )
     pipe.sessions.check()
+    geometry = pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device)
+    if codec is None:
+        check_room(geometry, policy, config, len(sampler.branches))
     start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
-    sides = {}
+    sides: dict[str, Side] = {}
     for branch in sampler.branches:
         text = options.prompt if branch == "cond" else config.negative_prompt
         cache = KVCache(
-            pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+            geometry,
             policy,
             codec,
             chunk_frames=config.chunk_latents,
             backend=pipe.attention,
+            sparse=selector,
+            subsets=session.selects_tokens,
         )
         embeds = engine.encode(text)
         sides[branch] = Side(cache, embeds, engine.read(embeds))
@@ -84,8 +107,15 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         from streamvid.vae import make_decoder
 
         decoder = make_decoder(pipe.vae)
-    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
-    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
+    state = StreamState(
+        sides=sides,
+        decoder=decoder,
+        step_cache=session,
+        text=options.prompt,
+        at=start.place,
+        rolling=RollingState() if config.joint_window else None,
+    )
+    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache, selector)
     return VideoStream(
         pipe,
         options,
@@ -99,6 +129,34 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     )
 
 
+def check_room(geometry: KVGeometry, policy: MemoryPolicy, config: StreamConfig, branches: int) -> None:
+    """Raises MemoryBudgetError when plain keys and values of a full window cannot fit on the device.
+
+    Policies that grow are taken at the trained length, as how long they will run is not known. The exact plan of any
+    policy and codec is ``streamvid info --memory``.
+    """
+    frames = 0
+    for layer in range(geometry.layers):
+        held = policy.capacity(geometry, layer, 0, config.chunk_latents)
+        frames += config.trained_latents if held is None else held
+    need, free = frames * geometry.frame_bytes() * branches, _free_bytes(torch.device(geometry.device))
+    if free is not None and need > free:
+        raise MemoryBudgetError(
+            f"the memory of this stream needs {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on "
+            f"{geometry.device}; choose a smaller size, a shorter window (memory='window:size=...') or a codec"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available
+    return None
+
+
 def default_memory(config: StreamConfig) -> str:
     """The checkpoint's policy. ``auto`` is a window of the trained length whose first chunk stays as a sink.
 
@@ -106,6 +164,8 @@ def default_memory(config: StreamConfig) -> str:
     """
     if config.memory != "auto":
         return config.memory
+    if config.joint_window:
+        return f"rolling_forcing:size={config.trained_latents},anchor={config.chunk_latents}"
     size = max(config.trained_latents, 2 * config.chunk_latents)
     return f"window:size={size},sink={config.chunk_latents}"
 
@@ -139,6 +199,7 @@ def _settings(
     policy: Any,
     codec: Any,
     step_cache: Any,
+    selector: Any,
 ) -> dict[str, Any]:
     """What the stream really runs with, JSON-ready."""
     return {
@@ -158,6 +219,7 @@ def _settings(
         "negative_prompt": config.negative_prompt,
         "memory": describe(policy),
         "codec": "none" if codec is None else describe(codec),
+        "sparse": "none" if selector is None else describe(selector),
         "step_cache": describe(step_cache),
         "fuse_context": options.fuse_context,
         "output_type": options.output_type,
