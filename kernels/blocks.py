@@ -58,6 +58,11 @@ class _Gather:
     bias_index: Tensor
     """Where each key's own bias is in ``[b * hg * n]``."""
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held, for byte accounting."""
+        bias = [] if self.bias is None else [self.bias]
+        return [self.query_rows, self.key_rows, self.out_rows, self.bias_index, *bias]
+
 
 def _buckets(counts: Tensor, width: int, row_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Problems that gather the same number of blocks, as (number, ids)."""

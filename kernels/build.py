@@ -106,17 +106,17 @@ def representative() -> Iterator[Variant]:
 
 
 def everything() -> Iterator[Variant]:
-    """All capabilities, dtypes, packings, head sizes and features with their default tiles."""
+    """All capabilities, dtypes and packings with their default tiles, and each feature that adds registers."""
     for capability in CAPABILITIES:
         for dtype in ("bf16", "fp16"):
             for bits in (0, 8, 4):
-                for rope in (False, True):
-                    yield Variant(capability, dtype, bits, rope=rope)
-                yield Variant(capability, dtype, bits, head_dim=64)
-            yield Variant(capability, dtype, 0, blocks=False)
-            yield Variant(capability, dtype, 4, group=32)
-            yield Variant(capability, dtype, 4, symmetric=True, carry=True)
-            yield Variant(capability, dtype, 0, carry=True)
+                yield Variant(capability, dtype, bits)
+        for bits in (0, 4):
+            yield Variant(capability, "bf16", bits, rope=True)
+            yield Variant(capability, "bf16", bits, head_dim=64)
+        yield Variant(capability, "bf16", 0, blocks=False)
+        yield Variant(capability, "bf16", 4, group=32)
+        yield Variant(capability, "bf16", 4, symmetric=True, rope=True, blocks=False, carry=True)
 
 
 def require_compiler() -> None:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .types import Blocks
 
-Region = Literal["sink", "memory", "recent", "current"]
-
 
 @dataclass(frozen=True)
 class Run:
     """Consecutive tokens of a view."""
 
-    region: Region
+    region: str
+    """The cache's word; rules know "sink" and "current", all others are history."""
     time: float = 0.0
     """Temporal position of the first frame."""
     frames: int = 1
@@ -58,7 +56,7 @@ class Blocking:
     """fp32 ``[query blocks, 3]``: mean time, row and column."""
     key_place: Tensor
     """fp32 ``[key blocks, 3]``; NaN for loose tokens."""
-    regions: tuple[Region, ...]
+    regions: tuple[str, ...]
     """Of each key block."""
     times: tuple[float, ...]
     """Mean time of each key block, on the host; NaN for loose tokens."""
@@ -136,8 +134,8 @@ def blocking(layout: Layout, cube: tuple[int, int, int], loose: int, device: tor
     size = layout.grid[0] * layout.grid[1]
     times = layout.query_times
     query = _cubes([(time, i * size) for i, time in enumerate(times)], layout.grid, cube)
-    frames: dict[Region, list[tuple[float, int]]] = {}
-    key: list[tuple[list[int], tuple[float, float, float], Region]] = []
+    frames: dict[str, list[tuple[float, int]]] = {}
+    key: list[tuple[list[int], tuple[float, float, float], str]] = []
     start = 0
     for run in layout.keys:
         for i in range(run.frames):

@@ -5,6 +5,8 @@ Plain PyTorch on any device; on CUDA, groups of channels go through one Triton k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -124,3 +126,27 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
         return values.to(packed.dtype)
     out.copy_(values)
     return out
+
+
+def joined(parts: Sequence[PackedTensor]) -> PackedTensor:
+    """One tensor of the tokens of all parts, in order.
+
+    Raises:
+        ValueError: parts that differ in layout, or groups of tokens (axis 1), whose borders would move.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if first.axis == 1 or not all(first.same_layout(part) for part in parts):
+        raise ValueError("joined: packed tensors must share one layout with groups along the channels")
+    b, _, h, d = first.shape
+    return PackedTensor(
+        codes=torch.cat([part.codes for part in parts], dim=1),
+        scale=torch.cat([part.scale for part in parts], dim=1),
+        zero=None if first.zero is None else torch.cat([part.zero for part in parts], dim=1),  # type: ignore[misc]
+        bits=first.bits,
+        group_size=first.group_size,
+        axis=3,
+        shape=(b, sum(part.shape[1] for part in parts), h, d),
+        dtype=first.dtype,
+    )

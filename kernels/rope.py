@@ -15,6 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+TILE = 1 << 16
+"""Numbers turned at once where wide copies are needed, on a CPU (they fit its cache); elsewhere 256 times that."""
+
 
 def axis_pairs(head_dim: int) -> tuple[int, int, int]:
     """Number of complex pairs turned by the frame, row and column position.
@@ -69,12 +72,25 @@ def rotate(x: Tensor, table: Tensor, *, out: Tensor | None = None, inverse: bool
     wide = torch.float64 if table.dtype == torch.complex128 else torch.float32
     if inverse:
         table = table.conj().resolve_conj()
+    if out is not None and x.dtype != wide and x.shape[1]:
+        return _rotate_into(x, table, out)
     pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
     if out is not None and out.dtype == wide and out.stride(-1) == 1:
         torch.mul(pairs, table, out=torch.view_as_complex(out.unflatten(-1, (-1, 2))))
         return out
     turned = torch.view_as_real(pairs * table).flatten(-2)
     return turned.to(x.dtype) if out is None else out.copy_(turned)
+
+
+def _rotate_into(x: Tensor, table: Tensor, out: Tensor) -> Tensor:
+    """Turn tokens a tile at a time: the wide copies of half-precision keys stay a small part of the keys."""
+    limit = TILE if x.device.type == "cpu" else 256 * TILE
+    step = max(1, limit // (x.numel() // x.shape[1]))
+    for start in range(0, x.shape[1], step):
+        rows = slice(start, start + step)
+        part = table if table.shape[-3] == 1 else table[..., rows, :, :]
+        out[:, rows].copy_(rotate(x[:, rows], part))
+    return out
 
 
 class GridRope:

@@ -91,8 +91,8 @@ def attention_kernel(
 ):  # fmt: skip
     """Attention of one query block of one head over the keys of one view.
 
-    Grid: (query blocks, batch * heads of the view). ``out`` is ``[b, nq, h, d]`` and ``lse``, natural log,
-    ``[b, h, nq]``, over all heads of the call. With CARRY they already hold the result over other views and are continued.
+    Grid: (query blocks, batch * heads of the view). ``out`` is ``[b, nq, h, d]`` and ``lse``, natural log, is
+    ``[b, h, nq]``, over all heads of the call. With CARRY they hold the result over other views and are continued.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,15 @@ class PackedTensor:
     def device(self) -> torch.device:
         return self.codes.device
 
+    def same_layout(self, other: PackedTensor) -> bool:
+        """Whether the tokens of ``other`` can follow these in one tensor."""
+        return (self.bits, self.group_size, self.axis, self.zero is None) == (
+            other.bits,
+            other.group_size,
+            other.axis,
+            other.zero is None,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes really held, scales and offsets included."""
@@ -104,7 +114,7 @@ class BlockMap:
     keys: Blocks
     bias: Tensor | None = None
     """fp32 ``[hg, key blocks]``, added to every logit of a block."""
-    plans: dict[tuple, list] = field(default_factory=dict, init=False, repr=False, compare=False)
+    plans: dict[tuple, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What a backend worked out from the map; a map lives for a chunk, and all its steps reuse this."""
 
     def __post_init__(self) -> None:

@@ -78,8 +78,11 @@ class Bank:
         self.head_index = None if heads is None else torch.tensor(self.heads, device=geometry.device)
         self.num_heads = geometry.heads if heads is None else len(heads)
         self.tokens_per_frame = geometry.tokens_per_frame
+        self.slot_bytes = geometry.frame_bytes(self.num_heads)
+        """Bytes of keys and values of one slot."""
         self.entries: list[Entry] = []
         self.current: list[Entry] = []
+        self._current_runs: list[tuple[int, int]] = []
         self.state: dict[str, Tensor] = {}
         self.notes: dict[str, Any] = {}
         self.base = 0
@@ -223,6 +226,7 @@ class Bank:
             Entry("current", (frame,), (frame,), self.tokens_per_frame, slots=taken[i : i + 1])
             for i, frame in enumerate(frames)
         ]
+        self._current_runs = self.runs(Entry("", (), (), len(taken) * self.tokens_per_frame, slots=taken))
 
     def pack_current(self, k: Tensor, v: Tensor) -> None:
         """Pack the chunk's un-rotated keys and values (context pass, with a codec)."""
@@ -245,8 +249,9 @@ class Bank:
                 self.k[:, start:stop] = k[:, at : at + stop - start]
                 self.v[:, start:stop] = v[:, at : at + stop - start]
                 at += stop - start
-        for entry in self.current:
-            self._forget_rotation(entry.slots[0])
+        if self.shadow:
+            for entry in self.current:
+                self._forget_rotation(entry.slots[0])
 
     def read_current(self) -> tuple[Tensor, Tensor]:
         """The chunk's un-rotated keys and values as last written to its slots, raster order."""
@@ -260,8 +265,7 @@ class Bank:
 
     def current_runs(self) -> list[tuple[int, int]]:
         """Row ranges of the current region."""
-        slots = tuple(slot for entry in self.current for slot in entry.slots)
-        return self.runs(Entry("", (), (), len(slots) * self.tokens_per_frame, slots=slots))
+        return self._current_runs
 
     def current_rows(self) -> Tensor:
         """Row of every current token, int64."""

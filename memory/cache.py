@@ -16,11 +16,14 @@ Life of a chunk::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from streamvid.kernels.attention import attend
 from streamvid.kernels.rope import GridRope, rotate
+from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
@@ -30,6 +33,7 @@ from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.history import History
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
+from streamvid.memory.sparse import SparseMaps
 from streamvid.memory.spec import build
 from streamvid.memory.view import Scratch, View, resolve
 
@@ -44,6 +48,8 @@ class KVCache(History):
         chunk_frames: latent frames of the usual chunk. Policies leave this many free at commit, so that the next chunk
             is written where evicted frames were.
         backend: attention backend, see `streamvid.kernels.attention.choose_backend`.
+        sparse: a block selection rule, or its text form (``"topk:density=0.25"``, see `streamvid.kernels.selectors`):
+            each block of queries reads only the key blocks chosen in the chunk's first pass. None = every key.
         shadow: keep rotated keys across passes instead of turning one layer's keys at every call. Costs half of the
             cache's bytes again, saves time where attention is not the bottleneck; plain tensors only.
         retain: keep what the next chunk will not see until that chunk commits (costs ``chunk_frames`` more slots), so
@@ -62,6 +68,7 @@ class KVCache(History):
         *,
         chunk_frames: int = 3,
         backend: str = "auto",
+        sparse: str | Selector | None = None,
         shadow: bool = False,
         retain: bool = False,
         subsets: bool = False,
@@ -85,13 +92,18 @@ class KVCache(History):
         self._slots = self.codec is None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
+        self.sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
+        self._reads_stored = self.codec is not None and sparse is None and backend == "triton"
         self.rope = GridRope(geometry.head_dim, geometry.grid, geometry.device, precision)
         self.banks = self._layout(fill)
         self.phase, self.chunk = "idle", None
         self.next_frame = self.num_chunks = self.newest = 0
         self._calls = [0] * geometry.layers
         self.views, self.kept, self.peak = {}, {}, 0
+        self._held = 0  # bytes but for the layer scratch, when last counted
         self._written: set[int] = set()
+        self.watch: Callable[[Stage, Bank, View, Tensor, Tensor], None] | None = None
+        """Sees the rotated queries and keys of every attention call; see `mass.RegionMass`."""
         self._watches = overrides(self.policy, "observe") or overrides(self.policy, "refine")
 
     def _layout(self, fill: float | None) -> list[list[Bank]]:
@@ -171,15 +183,25 @@ class KVCache(History):
             q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
             view = self._view(bank, q_group, k_group, v_group, stage)
-            keys, values = view.fill(bank, k_group, v_group, self.scratch)
-            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias))
             table = view.query_table if tokens is None else view.query_table[tokens]
-            queries.append((bank, rotate(q_group, table)))
+            q_group = rotate(q_group, table)
+            queries.append((bank, q_group))
+            stored = view.stored(k_group, v_group) if self._reads_stored and self.watch is None else None
+            if stored is not None:
+                outputs += [KVView(a, b, bank.heads, bias, turn) for a, b, turn, bias in stored]
+                continue
+            keys, values = view.fill(bank, k_group, v_group, self.scratch)
+            if self.watch is not None:
+                self.watch(stage, bank, view, q_group, keys)
+            blocks = None
+            if self.sparse is not None and tokens is None:
+                blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
+            outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
-        if layer == 0 or self.scratch.grew:
-            self._note_peak()
+        if self.scratch.grew:
+            self.peak = max(self.peak, self._held + self.scratch.buffer.nbytes)
         return attend(self.join(queries, q), outputs, backend=self.backend)
 
     def begin_context(self) -> None:
@@ -224,13 +246,14 @@ class KVCache(History):
     def begin_fused(self, frames: int) -> FusedPass | None:
         """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
 
-        Returns None where that would not be exact (the policy edits or watches, or a codec packs): run
+        Returns None where that would not be exact (the policy edits or watches, a codec packs, maps are sparse): run
         `begin_context`, the pass, `commit` and `begin_chunk` instead. Afterwards call `finish_fused`.
         """
         self._in_chunk("begin_fused")
         if frames < 1:
             raise ValueError(f"a chunk needs at least 1 latent frame, got {frames}")
-        if not self.policy.fusable or self._watches or self.codec is not None or self.chunk.skip:
+        exact = self.policy.fusable and not self._watches and self.codec is None and self.sparse is None
+        if not exact or self.chunk.skip:
             return None
         self.begin_context()
         return FusedPass(self, frames)
@@ -334,10 +357,13 @@ class KVCache(History):
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None
         self.views.clear()
+        if self.sparse is not None:
+            self.sparse.clear()
         self.kept.clear()
         self._written.clear()
         self._calls = [0] * self.geometry.layers
-        self._note_peak()
 
     def _note_peak(self) -> None:
-        self.peak = self.report().peak
+        """Count all bytes: where chunks begin and before they commit; scratch alone grows in between."""
+        report = self.report()
+        self.peak, self._held = report.peak, report.total - self.scratch.buffer.nbytes

@@ -15,6 +15,7 @@ from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policy import Chunk, MemoryPolicy
 from streamvid.memory.report import MemoryReport, measure
+from streamvid.memory.sparse import SparseMaps
 from streamvid.memory.view import Scratch, View
 
 Phase = Literal["idle", "noisy", "context"]
@@ -38,6 +39,8 @@ class History:
     """Chunks committed, re-encoded ones not counted again."""
     newest: int
     """The largest ``next_frame`` so far: frames below it that are committed are being encoded again."""
+    sparse: SparseMaps | None
+    """Block maps of the chunk in progress; None where attention is dense."""
     rope: GridRope
     scratch: Scratch
     views: dict[tuple[int, int], View]
@@ -125,6 +128,14 @@ class History:
     def report(self) -> MemoryReport:
         """Bytes by region, scratch and peak, counted on the tensors."""
         return measure(self)
+
+    def held(self) -> dict[str, list[int]]:
+        """Region -> the latent frames it holds tokens of, of any layer and head group. Host numbers only."""
+        found: dict[str, set[int]] = {}
+        for bank in self.all_banks():
+            for entry in bank.entries:
+                found.setdefault(entry.region, set()).update(entry.frames)
+        return {region: sorted(frames) for region, frames in found.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""

@@ -64,11 +64,11 @@ def measure(cache: History) -> MemoryReport:
     regions: dict[str, int] = {}
     free = state = rotated = dense = 0
     for bank in cache.all_banks():
-        slot = bank.geometry.frame_bytes(bank.num_heads)
+        slot, size = bank.slot_bytes, bank.tokens_per_frame
         for entry in [*bank.entries, *bank.current]:
             regions[entry.region] = regions.get(entry.region, 0) + entry_bytes(bank, entry)
             if entry.region != "current":
-                dense += slot * entry.length // bank.tokens_per_frame
+                dense += slot * entry.length // size
         free += slot * len(bank.free)
         rotated += bank.rotated.nbytes
         held = [*bank.state.values(), *bank.notes.values()]
@@ -87,13 +87,17 @@ def entry_bytes(bank: Bank, entry: Any) -> int:
     if entry.packed is not None:
         size = entry.codec.nbytes(entry.packed)
     else:
-        size = bank.geometry.frame_bytes(bank.num_heads) * len(entry.slots)
+        size = bank.slot_bytes * len(entry.slots)
+    if entry.positions is None and entry.count is None:
+        return size
     return size + sum(x.nbytes for x in (entry.positions, entry.count) if x is not None)
 
 
 def _table_bytes(cache: History) -> int:
-    """Rotation tables and biases, each counted once."""
+    """Rotation tables, biases and block maps, each counted once."""
     tensors = list(cache.rope.tensors())
     for view in cache.views.values():
         tensors += [view.table, view.query_table, *([] if view.bias is None else [view.bias])]
+    if cache.sparse is not None:
+        tensors += cache.sparse.tensors()
     return sum({id(x): x.nbytes for x in tensors}.values())  # by object: shapes without data have no address

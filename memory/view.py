@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamvid.kernels.quantise import joined
 from streamvid.kernels.rope import GridRope, rope_table, rotate
+from streamvid.kernels.types import PackedTensor
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.policy import Plan
 from streamvid.memory.rope import rebase
@@ -88,6 +90,31 @@ class View:
         values[:, self.committed :] = v
         return rotate(keys, self.table, out=keys), values
 
+    def stored(
+        self, k: Tensor, v: Tensor
+    ) -> list[tuple[Tensor | PackedTensor, Tensor | PackedTensor, Tensor, Tensor | None]] | None:
+        """What a kernel that unpacks and rotates on reading gets instead of `fill`: keys, values, table and bias of the
+        packed history and of the current chunk. None where the codec's layout is not one that kernels know, or tokens
+        were selected or have positions of their own.
+
+        The entries' codes are joined into one tensor, a quarter (4 bits) of the bytes that unpacking would write.
+        """
+        committed = self.pieces[: len(self.plan.visible)]
+        if self.plan.select is not None or not committed or self.table.ndim != 3 or self.table.shape[1] != 1:
+            return None
+        sides: tuple[list[PackedTensor], list[PackedTensor]] = ([], [])
+        for piece in committed:
+            view = getattr(piece.entry.codec, "kernel_view", None)
+            pair = None if view is None else view(piece.entry.packed)
+            if pair is None or (sides[0] and not sides[0][0].same_layout(pair[0])):
+                return None
+            for side, packed in zip(sides, pair, strict=True):
+                side.append(packed)
+        keys, values = (joined(side) for side in sides)
+        table, at = self.table[:, 0], self.committed
+        biases = (None, None) if self.bias is None else (self.bias[..., :at], self.bias[..., at:])
+        return [(keys, values, table[:at], biases[0]), (k, v, table[at:], biases[1])]
+
     def _gather(self, bank: Bank, keys: Tensor, values: Tensor, scratch: Scratch) -> None:
         select = self.plan.select
         if select is None:
@@ -132,17 +159,33 @@ class View:
 
 
 def _concatenate(bank: Bank, entries: list[Entry], keys: Tensor, values: Tensor) -> None:
+    """Copy or decode entries one after the other; neighbours in storage are copied together."""
     at = 0
+    pending: tuple[int, int] | None = None
+
+    def copy(run: tuple[int, int]) -> None:
+        stop = at - (run[1] - run[0]), at
+        keys[:, stop[0] : stop[1]] = bank.k[:, run[0] : run[1]]
+        values[:, stop[0] : stop[1]] = bank.v[:, run[0] : run[1]]
+
     for entry in entries:
+        for run in bank.runs(entry):
+            if pending is not None and pending[1] == run[0]:
+                pending = (pending[0], run[1])
+            else:
+                if pending is not None:
+                    copy(pending)
+                pending = run
+            at += run[1] - run[0]
         if entry.packed is not None:
+            if pending is not None:
+                copy(pending)
+                pending = None
             into = (keys[:, at : at + entry.length], values[:, at : at + entry.length])
             entry.codec.decode(entry.packed, into)
             at += entry.length
-            continue
-        for start, stop in bank.runs(entry):
-            keys[:, at : at + stop - start] = bank.k[:, start:stop]
-            values[:, at : at + stop - start] = bank.v[:, start:stop]
-            at += stop - start
+    if pending is not None:
+        copy(pending)
 
 
 def resolve(bank: Bank, plan: Plan, rope: GridRope, limit: int, skip: int) -> View:

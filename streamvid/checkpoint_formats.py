@@ -71,9 +71,8 @@ def read_weights(path: Path, which: str | None = None) -> WeightFile:
 def weights_in_folder(folder: Path) -> Path:
     """The index or the one weight file of ``folder``. Raises CheckpointError when there is none or a choice."""
     indices = sorted(folder.glob("*.index.json"))
-    plain = [p for p in indices if p.name.count(".") <= 3] or indices
-    if plain:
-        return plain[0]
+    if len(indices) == 1:
+        return indices[0]
     files = sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
     for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
         if folder / name in files:

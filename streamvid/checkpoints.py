@@ -11,6 +11,7 @@ weights, so those are taken when present; ``which`` asks for one of them and fai
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,7 @@ def load_text_encoder(
             f"{path}: no tokenizer beside it (looked for tokenizer/ and google/umt5-xxl/); give tokenizer="
         )
     try:
-        words = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+        words = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{tokenizer}: not a tokenizer folder ({reason:.160})") from None
@@ -180,7 +181,8 @@ def _stream_config(source: Source, weights: WeightFile) -> StreamConfig:
         ours = {}
     else:
         base = StreamConfig.from_file(source.config)
-        ours = {CONFIG_NAME: base.chunk_latents}
+        said = _stated_keys(source.config)
+        ours = {CONFIG_NAME: base.chunk_latents} if "chunk_latents" in said else {}
     if len(set((stated | ours).values())) > 1:
         raise CheckpointError(
             f"{weights.path}: chunk sizes disagree: {'; '.join(f'{w}: {n}' for w, n in (stated | ours).items())}; "
@@ -189,7 +191,7 @@ def _stream_config(source: Source, weights: WeightFile) -> StreamConfig:
     if stated and not ours:
         base = dataclasses.replace(base, chunk_latents=next(iter(stated.values())))
     text_len = beside.get("text_len")
-    if text_len is not None and not ours:
+    if text_len is not None and (source.config is None or "text_len" not in said):
         base = dataclasses.replace(base, text_len=int(text_len))
     return base
 
@@ -203,10 +205,17 @@ def _fit_vae(config: StreamConfig, transformer: Any, vae: Any, path: Path, sourc
             f"{transformer.config.out_channels}; give the autoencoder it was trained with"
         )
     found = (geometry.temporal, geometry.spatial)
-    said = (config.vae_scale_temporal, config.vae_scale_spatial)
-    if source.config is not None and found != said:
-        raise CheckpointError(
-            f"{path}: an autoencoder of {found[0]}x time and {found[1]}x space, but {CONFIG_NAME} says {said[0]}x and "
-            f"{said[1]}x; give the autoencoder the model was trained with"
-        )
-    return dataclasses.replace(config, vae_scale_temporal=found[0], vae_scale_spatial=found[1])
+    names = ("vae_scale_temporal", "vae_scale_spatial")
+    stated = _stated_keys(source.config) if source.config is not None else set()
+    for name, scale in zip(names, found, strict=True):
+        if name in stated and getattr(config, name) != scale:
+            raise CheckpointError(
+                f"{path}: its {name.removeprefix('vae_scale_')} scale is {scale}, but {CONFIG_NAME} says "
+                f"{getattr(config, name)}; give the autoencoder the model was trained with"
+            )
+    return dataclasses.replace(config, **dict(zip(names, found, strict=True)))
+
+
+def _stated_keys(path: Path) -> set[str]:
+    """The keys that a ``streamvid.json`` (already read once without error) states itself."""
+    return set(json.loads(path.read_text()))

@@ -21,12 +21,22 @@ from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "convert": ("convert", "Write any checkpoint as one folder: diffusers' layout and streamvid.json."),
     "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
-    "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
-    "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
-    "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
+    "batch": ("batch", "Make a clip for every prompt of a file; run it again to make what is missing."),
     "info": ("info", "What a checkpoint is: geometry, size, memory by window, and what it lacks to run."),
+    "convert": ("convert", "Write any checkpoint as one folder: diffusers' layout and streamvid.json."),
+    "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
+    "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
+    "bench cpu-core": ("bench_cpu_core", "Seconds a chunk on a CPU, against plain diffusers blocks."),
+    "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "compare": (
+        "compare",
+        "Settings side by side on the same prompts and noise: rows, tables, one report page.",
+    ),
+    "bench stream": (
+        "bench_stream",
+        "First frame, chunk period, control latency, memory, against the floor.",
+    ),
 }
 """Words typed -> (file in ``streamvid/commands``, one line of help). Two words make a group: ``bench cpu-core``."""
 

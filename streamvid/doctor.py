@@ -32,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Every finding, in the order in which they are shown."""
-    return [*_machine(), *_devices(), *_encoders(), *_packages()]
+    return [*_machine(), *_devices(), *_attention(), *_codecs(), *_encoders(), *_packages()]
 
 
 def _machine() -> Iterator[Finding]:
@@ -77,8 +77,80 @@ def _mps() -> str:
     return "Apple GPU"
 
 
+def _attention() -> Iterator[Finding]:
+    """Each backend computes a small case that a plain softmax computes too."""
+    import torch
+
+    from streamvid.kernels.attention import choose_backend
+    from streamvid.kernels.backends import BACKENDS
+
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    for device in devices:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        chosen, reason = choose_backend(device, dtype)
+        yield Finding("attention", f"auto on {device.type}", True, f"{chosen}: {reason}")
+        for name in BACKENDS:
+            if name == "shapes":
+                continue  # plans memory on meta tensors; nobody chooses it
+            remedy = (
+                "pip install triton"
+                if name == "triton" and importlib.util.find_spec("triton") is None
+                else ""
+            )
+            yield _probe(
+                "attention",
+                f"{name} on {device.type}",
+                lambda n=name, d=device, t=dtype: _check_backend(n, d, t),
+                remedy,
+            )
+
+
+def _check_backend(name: str, device: Any, dtype: Any) -> str:
+    import torch
+
+    from streamvid.kernels.attention import attend, find_backend
+    from streamvid.kernels.types import KVView
+
+    find_backend(name, device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator).to(device, dtype) for n in (33, 130, 130))
+    bias = torch.randn(130, generator=generator).to(device)
+    got = attend(q, [KVView(k, v, bias=bias)], backend=name).double()
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8 + bias.double()
+    right = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())
+    error = float((got - right).abs().max())
+    if not error < (1e-4 if dtype == torch.float32 else 0.03):
+        raise RuntimeError(f"self-check failed: off by {error:.1e}; do not use it here")
+    return f"self-check passed, largest error {error:.1e} in {str(dtype).removeprefix('torch.')}"
+
+
+def _codecs() -> Iterator[Finding]:
+    from streamvid.memory.codecs import CODECS
+
+    for name in CODECS:
+        yield _probe("codec", name, lambda name=name: _check_codec(name), "")
+
+
+def _check_codec(name: str) -> str:
+    """Bytes and error on random keys and values, the hardest case for a codec: real ones are far from random."""
+    import torch
+
+    from streamvid.memory.codecs import make_codec
+
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 24 * 16, 2, 64, generator=generator) for _ in range(2))
+    codec = make_codec(name)
+    packed = codec.encode(k, v)
+    back = codec.decode(packed, None)
+    error = max(float((a - b).norm() / a.norm()) for a, b in zip(back, (k, v), strict=True))
+    if not error < 1.0:
+        raise RuntimeError(f"self-check failed: relative error {error:.2f}")
+    bits = codec.nbytes(packed) * 8 / (k.numel() + v.numel())
+    return f"{bits:.2f} bits a number, relative error {error:.1e} on random numbers"
+
+
 def _encoders() -> Iterator[Finding]:
-    for suffix, codec in ((".mp4", "libx264"), (".mp4", "h264"), (".gif", "gif"), (".png", "png")):
+    for suffix, codec in ((".mp4", "libx264"), (".gif", "gif"), (".png", "png")):
         yield _probe(
             "encoder", f"{codec} ({suffix})", lambda codec=codec: _encoder(codec), "pip install -U av"
         )

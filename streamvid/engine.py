@@ -15,6 +15,7 @@ from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
 from streamvid.memory.policy import overrides
 from streamvid.prompt import PromptState
+from streamvid.rolling import JointDenoiser, joint_denoiser
 from streamvid.state import Blend, Side, StreamState
 from streamvid.timeline import ChunkPlan, Place
 from streamvid.transformer import CausalWan
@@ -93,6 +94,12 @@ class Engine:
             return self.model(x_t, timestep, side.prompt, side.cache, hooks=hooks, tokens=tokens)
 
         return denoise
+
+    def joint(self, state: StreamState) -> JointDenoiser:
+        """The model over a joint window; the chunk that was begun is given up for it and must be begun again."""
+        self.abort(state)
+        side = state.sides["cond"]
+        return joint_denoiser(self.model, side.prompt, side.cache)
 
     def fused(self, state: StreamState) -> Callable[..., Tensor]:
         """As ``denoiser``, for the first step of a chunk, with the context pass that the chunk before owes in it."""
@@ -177,6 +184,8 @@ class Engine:
         state.step_cache.on_context_change("reset")
         state.at, state.owed, state.blend = place, None, None
         state.recent.clear()
+        if state.rolling is not None:
+            state.rolling.chunks.clear()
 
     def fuses(self, state: StreamState) -> bool:
         """Whether a context pass may share a forward with the next chunk's first step, exactly."""

@@ -25,9 +25,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: no network, no such repository or file, or no access to it.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
-        EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
@@ -36,18 +35,18 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
     owner, repository, *rest = name.split("/")
     repo_id = f"{owner}/{repository}"
+    wanted = ["/".join(rest)] if rest else list(_WANTED)
     try:
-        if rest:
-            return Path(hf_hub_download(repo_id, "/".join(rest), revision=revision))
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_WANTED)))
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+        if (folder / "/".join(rest)).exists():
+            return folder / "/".join(rest)
+        reason = f"the repository has no file {wanted[0]!r}"
     except GatedRepoError:
         reason = "its owner must grant you access; accept its terms there and run `hf auth login`"
     except RepositoryNotFoundError:
         reason = "there is no such repository, or it is private (`hf auth login`)"
     except (HFValidationError, ValueError) as error:
         reason = str(error).splitlines()[0]
-    except EntryNotFoundError as error:
-        reason = _offline(error) or f"the repository has no file {'/'.join(rest)!r}"
     except (HfHubHTTPError, OSError) as error:
         reason = _offline(error) or str(error).splitlines()[0]
     raise CheckpointError(

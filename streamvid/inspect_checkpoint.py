@@ -9,15 +9,22 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from streamvid.checkpoint_formats import WeightFile, read_weights
 from streamvid.checkpoint_geometry import transformer_config, umt5_config, vae_config
 from streamvid.checkpoint_keys import Contents
 from streamvid.checkpoint_models import identify, read_config
 from streamvid.config import StreamConfig
+from streamvid.errors import CheckpointError
 from streamvid.locate import Source, locate, resolve
+from streamvid.memory.geometry import KVGeometry
 from streamvid.taehv import infer_config
+
+if TYPE_CHECKING:
+    from streamvid.memory.plan import MemoryPlan
 
 WINDOWS = (3, 6, 9, 12, 21)
 """Latent frames whose cache size is listed."""
@@ -56,9 +63,13 @@ class Inspection:
     """The stream configuration (`StreamConfig`) it runs with, when it has a transformer."""
     native_size: list[int] = field(default_factory=list)
     """Pixel height and width of the memory figures."""
+    grid: list[int] = field(default_factory=list)
+    """Token rows and columns of one latent frame at that size."""
     tokens_per_frame: int = 0
     cache_bytes: dict[int, int] = field(default_factory=dict)
     """Latent frames held to bytes of keys and values of all layers, bfloat16, one clip, no codec."""
+    plan: dict[str, Any] | None = None
+    """What `memory_plan` worked out, when it was asked to."""
     missing: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +101,41 @@ def inspect_checkpoint(path_or_name: str | Path, which: str | None = None) -> In
         found.missing["tokenizer"] = "has no tokenizer beside its text encoder; give one with --tokenizer"
     _add_memory(found, source)
     return found
+
+
+def memory_plan(
+    found: Inspection, policy: str, codec: str | None = None, num_latents: int | None = None
+) -> MemoryPlan:
+    """What one bfloat16 clip at the native size will hold with a memory policy and a codec; kept in ``found.plan``.
+
+    Args:
+        found: of a checkpoint with a transformer.
+        policy: a memory policy in text form, for example ``window:size=9``.
+        codec: a codec in text form, or None.
+        num_latents: length of the stream in latent frames, which matters only where memory grows with it; by default
+            what the model was trained on.
+
+    Raises:
+        CheckpointError: no transformer.
+        ValueError: an unknown policy, codec or setting.
+    """
+    from streamvid.memory.plan import plan
+
+    sizes = found.geometry("transformer")
+    if sizes is None:
+        raise CheckpointError(f"{found.path}: no video transformer, so there is no memory to plan for")
+    geometry = KVGeometry(
+        layers=sizes["num_layers"],
+        heads=sizes["num_attention_heads"],
+        head_dim=sizes["attention_head_dim"],
+        grid=(found.grid[0], found.grid[1]),
+        dtype=torch.bfloat16,
+    )
+    frames = found.stream["trained_latents"] if num_latents is None else num_latents
+    chunk = found.stream["chunk_latents"]
+    result = plan(geometry, policy=policy, codec=codec, chunk_frames=chunk, frames=frames)
+    found.plan = asdict(result) | {"policy": policy, "codec": codec or "none"}
+    return result
 
 
 def _describe(part: str, weights: WeightFile) -> Part:
@@ -144,8 +190,8 @@ def _add_memory(found: Inspection, source: Source) -> None:
     patch = geometry["patch_size"]
     found.stream = config.to_dict()
     found.native_size = [config.height, config.width]
-    rows, columns = (side // spatial // p for side, p in zip(found.native_size, patch[1:], strict=True))
-    found.tokens_per_frame = rows * columns
+    found.grid = [side // spatial // p for side, p in zip(found.native_size, patch[1:], strict=True)]
+    found.tokens_per_frame = math.prod(found.grid)
     width = geometry["num_attention_heads"] * geometry["attention_head_dim"]
     per_frame = 2 * geometry["num_layers"] * found.tokens_per_frame * width * CACHE_BYTES
     found.cache_bytes = {window: math.ceil(window / patch[0]) * per_frame for window in WINDOWS}

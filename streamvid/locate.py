@@ -41,12 +41,14 @@ class Source:
 def resolve(path_or_name: str | Path) -> Path:
     """The path that a name, a path or a repository stands for.
 
+    A name wins over a folder of the same name here, which is reached as ``./name``.
+
     Raises:
         CheckpointError: none of these.
     """
     text = str(path_or_name)
     path = Path(path_or_name).expanduser()
-    if path.exists():
+    if path.exists() and text not in NAMED:
         return path
     if text in NAMED:
         package, folder = NAMED[text]

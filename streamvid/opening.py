@@ -14,12 +14,15 @@ from streamvid.engine import Engine
 from streamvid.errors import StreamvidError
 from streamvid.memory.cache import KVCache
 from streamvid.memory.policies import POLICIES
+from streamvid.memory.policies.rolling_forcing import RollingForcing
 from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
+from streamvid.rolling import RollingState
 from streamvid.sampler import make_sampler
 from streamvid.starts import prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
+from streamvid.stepcache.base import NoCache
 from streamvid.stepcache.planning import plan_for
 from streamvid.timeline import ChunkRule, check_size
 
@@ -64,6 +67,17 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
             f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
             "not show; leave out fuse_context (or 'fused')"
         )
+    if config.joint_window:
+        if not isinstance(policy, RollingForcing):
+            raise StreamvidError(
+                "this checkpoint denoises a joint window, which needs memory 'rolling_forcing' "
+                f"(or none given), not {type(policy).__name__}"
+            )
+        if not isinstance(step_cache, NoCache):
+            raise StreamvidError(
+                f"step cache {options.step_cache!r} does not fit a joint window, where each forward serves several "
+                "steps at once; leave it out"
+            )
     pipe.sessions.check()
     start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
@@ -84,7 +98,14 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         from streamvid.vae import make_decoder
 
         decoder = make_decoder(pipe.vae)
-    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
+    state = StreamState(
+        sides=sides,
+        decoder=decoder,
+        step_cache=session,
+        text=options.prompt,
+        at=start.place,
+        rolling=RollingState() if config.joint_window else None,
+    )
     settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
     return VideoStream(
         pipe,
@@ -106,6 +127,8 @@ def default_memory(config: StreamConfig) -> str:
     """
     if config.memory != "auto":
         return config.memory
+    if config.joint_window:
+        return f"rolling_forcing:size={config.trained_latents},anchor={config.chunk_latents}"
     size = max(config.trained_latents, 2 * config.chunk_latents)
     return f"window:size={size},sink={config.chunk_latents}"
 

@@ -66,11 +66,14 @@ class StreamPipeline:
     """
 
     def __init__(self, components: Components, *, attention: str = "auto", max_streams: int = 16) -> None:
+        from streamvid.kernels.attention import find_backend
+
         self.components = components
         self.config = components.config
         self.attention = attention
         self.model = CausalWan(components.transformer)
         self.sessions = Sessions(max_streams)
+        find_backend(attention, self.device, self.dtype)  # refuses one that is unknown or cannot run here
 
     @classmethod
     def from_pretrained(cls, path_or_name: str | os.PathLike[str] = "tiny", **options: Any) -> StreamPipeline:

@@ -81,7 +81,7 @@ class Sampler(Protocol):
         ...
 
 
-class _Base:
+class SampleBase:
     """Branches, plan and one guided step: what both samplers share."""
 
     noise_kind: NoiseKind
@@ -175,7 +175,7 @@ def _combine(cond: StepOutput, uncond: StepOutput, scale: float) -> StepOutput:
     )
 
 
-class FewStepSampler(_Base):
+class FewStepSampler(SampleBase):
     """The sampler of Self-Forcing class models: predict x0, mix in fresh noise, a few times.
 
     Args:
@@ -224,7 +224,7 @@ class FewStepSampler(_Base):
         return out.x0
 
 
-class ManyStepSampler(_Base):
+class ManyStepSampler(SampleBase):
     """Flow sampling through diffusers' schedulers; each chunk starts a fresh scheduler.
 
     Args:
@@ -308,8 +308,12 @@ class ManyStepSampler(_Base):
         return x_t
 
 
-def make_sampler(config: StreamConfig) -> FewStepSampler | ManyStepSampler:
-    """The sampler a checkpoint asks for: few-step unless ``num_inference_steps`` is set."""
+def make_sampler(config: StreamConfig) -> Any:
+    """The sampler a checkpoint asks for: few-step, unless ``num_inference_steps`` or ``joint_window`` is set."""
+    if config.joint_window:
+        from streamvid.rolling import RollingSampler
+
+        return RollingSampler.from_config(config)
     if config.num_inference_steps is None:
         return FewStepSampler.from_config(config)
     return ManyStepSampler.from_config(config)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamvid.rolling import RollingState
 from streamvid.timeline import ChunkPlan, ChunkRule, Place
 
 
@@ -69,6 +70,8 @@ class StreamState:
     blend: Blend | None = None
     recent: list[Tensor] = field(default_factory=list)
     """Clean latents ``[b, 1, c, h, w]`` of the newest frames, oldest first; what a re-encoding of the past reads."""
+    rolling: RollingState | None = None
+    """The chunks in flight of a joint window; None where chunks are denoised one by one."""
 
     def advance(self, plan: ChunkPlan, latents: Tensor, keep: int | None) -> None:
         """A chunk is made: move on, owe its context pass, and remember ``keep`` latent frames (None: all)."""
@@ -91,6 +94,7 @@ class StreamState:
             None if self.owed is None else self.owed.latents,
             None if self.blend is None else vars(self.blend),
             self.recent,
+            None if self.rolling is None else self.rolling.state_dict(),
         ]
         others = sum(side.prompt.nbytes + side.cache.report().total for side in self.sides.values())
         return sum(storage_bytes(held).values()) + others + self.step_cache.nbytes()
@@ -109,6 +113,7 @@ class StreamState:
             "owed": None if self.owed is None else vars(self.owed).copy(),
             "blend": None if self.blend is None else vars(self.blend).copy(),
             "recent": list(self.recent),
+            "rolling": None if self.rolling is None else self.rolling.state_dict(),
         }
 
     def load_state_dict(self, values: dict[str, Any], device: torch.device | str) -> None:
@@ -129,6 +134,8 @@ class StreamState:
             **{key: value.to(device) if torch.is_tensor(value) else value for key, value in blend.items()}
         )
         self.recent = [latent.to(device) for latent in values["recent"]]
+        if self.rolling is not None:
+            self.rolling.load_state_dict(values["rolling"], device)
 
 
 def storage_bytes(node: Any, found: dict[int, int] | None = None) -> dict[int, int]:

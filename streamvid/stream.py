@@ -135,15 +135,29 @@ class VideoStream:
             num_latents=plan.num_latents,
             kind="first" if plan.first else "normal",
         )
+        shape, place = (1, plan.num_latents, *self._shape), (engine.model.device, engine.model.dtype)
         try:
+            if state.rolling is not None:
+                latents = self._sampler.sample_chunk(
+                    engine.joint(state),
+                    info,
+                    self._noise,
+                    shape,
+                    state=state.rolling,
+                    device=place[0],
+                    dtype=place[1],
+                    callback=self.on_step,
+                )
+                engine.begin(state, plan)
+                return latents
             return self._sampler.sample_chunk(
                 engine.denoiser(state),
                 info,
                 self._noise,
-                (1, plan.num_latents, *self._shape),
+                shape,
                 step_cache=state.step_cache,
-                device=engine.model.device,
-                dtype=engine.model.dtype,
+                device=place[0],
+                dtype=place[1],
                 fused=engine.fused(state) if fused else None,
                 callback=self.on_step,
             )
@@ -336,6 +350,12 @@ class VideoStream:
         self._check_open()
         return self._state.text
 
+    def watch_attention(self, look: Any) -> None:
+        """Let `look` see each attention call of the conditional branch, as `memory.mass.RegionMass` does; None ends
+        it."""
+        self._check_open()
+        self._state.sides["cond"].cache.watch = look
+
     def nbytes(self) -> int:
         """Bytes of tensors that the stream holds."""
         return 0 if self._closed else self._state.nbytes()
@@ -354,6 +374,7 @@ class VideoStream:
                 "waiting": [vars(change.receipt).copy() for change in self._queue.waiting()],
                 "paused": not self._running.is_set(),
                 "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
+                "held": state.sides["cond"].cache.held(),
                 "bytes": state.nbytes(),
                 "step_cache": state.step_cache.accounting.report(),
                 "context_passes": self._engine.passes,

@@ -15,6 +15,7 @@ from streamvid.checkpoint_keys import to_original
 from streamvid.checkpoints import load_components, load_text_encoder, load_transformer, load_vae
 from streamvid.errors import CheckpointError
 from streamvid.fingerprint import fingerprint
+from streamvid.locate import NAMED, resolve
 
 LAYOUT = Path(__file__).parent / "golden" / "checkpoint_layout"
 HEADS = {"num_heads": 2}
@@ -234,6 +235,27 @@ def test_chunk_sizes_must_agree(tmp_path):
         load_components(tmp_path / "model.safetensors")
 
 
+def test_autoencoder_scale_must_agree_where_it_is_stated(tmp_path, tiny_random_folder):
+    shutil.copytree(tiny_random_folder, tmp_path / "model")
+    stated = json.loads((tmp_path / "model" / "streamvid.json").read_text())
+    (tmp_path / "model" / "streamvid.json").write_text(json.dumps(stated | {"vae_scale_spatial": 16}))
+    with pytest.raises(CheckpointError, match="spatial scale is 8, but streamvid.json says 16"):
+        load_components(tmp_path / "model")
+
+
+def test_tokenizer_with_its_own_code_is_refused(tmp_path, tiny_random_folder, capfd):
+    shutil.copytree(tiny_random_folder, tmp_path / "model")
+    folder = tmp_path / "model" / "tokenizer"
+    marker = tmp_path / "marker"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(CheckpointError, match="not a tokenizer folder"):
+        load_components(tmp_path / "model")
+    assert not marker.exists()
+
+
 def test_sharded_weights(tmp_path, tiny_random_model):
     tiny_random_model.save_pretrained(tmp_path / "transformer", max_shard_size="20KB")
     shards = sorted((tmp_path / "transformer").glob("*.safetensors"))
@@ -270,6 +292,17 @@ def test_dtype_and_fingerprint(tmp_path, tiny_random_folder, tiny_random_model):
         half.fingerprint == load_components(tiny_random_folder).fingerprint == fingerprint(tiny_random_model)
     )
     assert fingerprint(tiny_random.random_transformer(seed=1)) != half.fingerprint
+
+
+def test_a_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(NAMED, "tiny", ("streamvid", "commands"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert resolve("tiny").name == "commands"
+    assert resolve("./tiny") == Path("tiny")
+    monkeypatch.setitem(NAMED, "tiny", ("streamvid", "absent"))
+    with pytest.raises(CheckpointError, match="not in this installation"):
+        resolve("tiny")
 
 
 def test_repository_without_network_is_one_line():

@@ -119,6 +119,28 @@ def test_info_of_a_folder(capsys, tiny_random_folder, tiny_random_model):
     assert code == 0 and "12.00 KiB" in out
 
 
+def test_info_plans_memory(capsys, tiny_random_folder):
+    code, out, err = run(
+        capsys, "info", tiny_random_folder, "--memory", "window:size=6", "--codec", "int8", "--json"
+    )
+    assert code == 0, err
+    packed = json.loads(out)["plan"]
+    assert (
+        packed["policy"] == "window:size=6" and packed["codec"] == "int8" and packed["held"] == 3
+    )  # and 3 of the chunk in progress
+    code, out, _ = run(capsys, "info", tiny_random_folder, "--memory", "full", "--latents", "12", "--json")
+    full = json.loads(out)
+    assert full["plan"]["stored"] >= full["cache_bytes"]["12"] and packed["stored"] < full["cache_bytes"]["6"]
+    code, out, _ = run(capsys, "info", tiny_random_folder, "--memory", "window:size=6")
+    assert code == 0 and "peak" in out
+    for words, message in (
+        (("--memory", "windw"), "did you mean 'window'"),
+        (("--codec", "int8"), "--memory too"),
+    ):
+        code, _, err = run(capsys, "info", tiny_random_folder, *words)
+        assert code == 2 and message in err
+
+
 def test_info_of_lone_files(tmp_path, capsys, tiny_random_model):
     from test_lora import adapter
 

@@ -1,14 +1,17 @@
 """The published models' tensor names and shapes fit the classes completely, on the meta device."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import tiny_random
 import torch
 
 from streamvid.checkpoint_formats import WeightFile
 from streamvid.checkpoint_keys import to_original
 from streamvid.checkpoint_models import build_empty, identify, load_model, mismatch
+from streamvid.errors import CheckpointError
 
 MANIFESTS = Path(__file__).parent / "golden" / "manifests"
 EXPECTED = {
@@ -78,3 +81,40 @@ def test_a_renamed_tensor_is_named_in_the_files_own_spelling():
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     text = mismatch(expected, shapes, contents, names)
     assert text == "1 missing (blocks.3.ffn.0.weight), 1 unexpected (blocks.3.ffn.9.weight)"
+
+
+def original_residual_name(name: str) -> str:
+    """The Wan 2.2 autoencoder's own spelling, written out from its layout (units numbered inside each stage)."""
+    for new, old in (
+        ("norm1.gamma", "residual.0.gamma"),
+        ("conv1.", "residual.2."),
+        ("norm2.gamma", "residual.3.gamma"),
+        ("conv2.", "residual.6."),
+        ("conv_shortcut", "shortcut"),
+        ("mid_block.resnets.0", "middle.0"),
+        ("mid_block.attentions.0", "middle.1"),
+        ("mid_block.resnets.1", "middle.2"),
+        ("norm_out", "head.0"),
+        ("conv_out", "head.2"),
+        ("conv_in", "conv1"),
+        ("post_quant_conv", "conv2"),
+        ("quant_conv", "conv1"),
+    ):
+        name = name.replace(new, old)
+    name = re.sub(r"down_blocks\.(\d)\.resnets\.(\d)", r"downsamples.\1.downsamples.\2", name)
+    name = re.sub(r"down_blocks\.(\d)\.downsampler", r"downsamples.\1.downsamples.1", name)
+    name = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", r"upsamples.\1.upsamples.\2", name)
+    return re.sub(r"up_blocks\.(\d)\.upsampler", r"upsamples.\1.upsamples.2", name)
+
+
+def test_residual_autoencoder_under_its_original_names():
+    vae = tiny_random.random_vae(is_residual=True)
+    state = {original_residual_name(name): tensor for name, tensor in vae.state_dict().items()}
+    assert "decoder.upsamples.0.upsamples.2.time_conv.weight" in state
+    statistics = {"latents_mean": vae.config.latents_mean, "latents_std": vae.config.latents_std}
+    weights = WeightFile(Path("vae.pth"), dict(state))
+    loaded = load_model(weights, ("vae",), "vae", device="cpu", dtype=None, config=statistics)
+    assert loaded.config.is_residual and loaded.config.dim_mult == [1, 2, 2]
+    assert all(torch.equal(value, vae.state_dict()[name]) for name, value in loaded.state_dict().items())
+    with pytest.raises(CheckpointError, match="nothing tells latents_mean of its 4 latent channels"):
+        load_model(WeightFile(Path("vae.pth"), state), ("vae",), "vae", device="cpu", dtype=None)

@@ -38,6 +38,7 @@ SETTINGS = {
     "full": {"memory": "full", "output_type": "latent"},
     "codec": {"memory": "window:size=9,sink=3", "codec": "int8", "output_type": "latent"},
     "guided": {"guidance_scale": 3.0, "negative_prompt": "green", "output_type": "latent"},
+    "fused": {"fuse_context": True, "memory": "window:size=9,sink=3", "output_type": "latent"},
     "steps": {"num_inference_steps": 4, "output_type": "latent"},
 }
 

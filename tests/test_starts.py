@@ -90,9 +90,7 @@ def test_an_image_that_is_not_taken_or_not_readable_is_an_error(
 ) -> None:
     with pytest.raises(StreamvidError, match="this model takes no image"):
         text_pipe.stream(A, image=pictures(1)[0])
-    with pytest.raises(
-        StreamvidError, match="40x32 pixels .* stream 32x32; resize or crop it first"
-    ):
+    with pytest.raises(StreamvidError, match="40x32 pixels .* stream 32x32; resize or crop it first"):
         image_pipe.stream(A, image=np.zeros((40, 32, 3), np.uint8))
     with pytest.raises(StreamvidError, match="no such picture"):
         image_pipe.stream(A, image=tmp_path / "none.png")

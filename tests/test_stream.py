@@ -176,6 +176,17 @@ def test_guidance_and_steps_change_what_is_run(pipe) -> None:
         assert stream.settings["memory"]["size"] == 21, "endless streams are bounded by default"
 
 
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 3.0}])
+def test_a_fused_context_pass_changes_no_number_and_saves_a_pass(pipe, options) -> None:
+    plain = latents(pipe, 4, **options)
+    with pipe.stream(A, output_type="latent", fuse_context=True, **options) as stream:
+        seen = []
+        stream.on_step = lambda event: seen.append(event["decision"].mode)
+        fused = [chunk.frames.clone() for chunk in islice(stream.chunks(), 4)]
+    assert seen == ["full", "full"] + 3 * ["merge_clean", "full"]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(plain, fused, strict=True))
+
+
 # ---- prompt changes (cases 8, 9) ----------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from streamvid.memory.policies.full import Full
 from streamvid.memory.policies.infinity_rope import InfinityRope
 from streamvid.memory.policies.kv_bias import KVBias
 from streamvid.memory.policies.memrope import MemRope
+from streamvid.memory.policies.rolling_forcing import RollingForcing
 from streamvid.memory.policies.rolling_sink import RollingSink
 from streamvid.memory.policies.soft_prune import SoftPrune
 from streamvid.memory.policies.swift import Swift
@@ -20,6 +21,7 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "window": Window,
     "infinity_rope": InfinityRope,
     "rolling_sink": RollingSink,
+    "rolling_forcing": RollingForcing,
     "tether": Tether,
     "memrope": MemRope,
     "deep_forcing": DeepForcing,

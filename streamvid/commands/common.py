@@ -69,7 +69,7 @@ FuseContext = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
-def load_model(
+def model_arguments(
     model: str,
     *,
     device: str | None = None,
@@ -77,16 +77,21 @@ def load_model(
     attention: str = "auto",
     threads: int | None = None,
     **parts: Any,
-) -> StreamPipeline:
-    """The pipeline of the shared options; ``parts`` that are None were not given."""
+) -> dict[str, Any]:
+    """Keyword arguments of ``streamvid.load``; ``parts`` that are None were not given. Sets the CPU threads."""
     import torch
-
-    from streamvid import load
 
     if threads is not None:
         torch.set_num_threads(threads)
     given = {name: value for name, value in parts.items() if value is not None}
-    return load(model, device=device, dtype=dtype, attention=attention, **given)
+    return {"path_or_name": model, "device": device, "dtype": dtype, "attention": attention, **given}
+
+
+def load_model(model: str, **options: Any) -> StreamPipeline:
+    """The pipeline of the shared options; see ``model_arguments``."""
+    from streamvid import load
+
+    return load(**model_arguments(model, **options))
 
 
 def stream_options(**values: Any) -> dict[str, Any]:

@@ -15,19 +15,35 @@ def register(app: typer.Typer) -> None:
             ..., metavar="PATH", help="A weight file, a folder, owner/name, or a name."
         ),
         which: str | None = typer.Option(None, "--which", help="ema or generator, of a training checkpoint."),
+        memory: str | None = typer.Option(
+            None, "--memory", help="Plan the memory of a policy, for example window:size=9 or full."
+        ),
+        codec: str | None = typer.Option(None, "--codec", help="With --memory: a codec, for example int4."),
+        num_latents: int | None = typer.Option(
+            None,
+            "--latents",
+            min=1,
+            help="With --memory: the stream's length; default: what the model was trained on.",
+        ),
         as_json: bool = typer.Option(False, "--json", help="One JSON object, for scripts."),
     ) -> None:
         """What a checkpoint is: kind, geometry, size, memory by window, and what it lacks to run."""
-        from streamvid.inspect_checkpoint import inspect_checkpoint
+        from streamvid.errors import StreamvidError
+        from streamvid.inspect_checkpoint import inspect_checkpoint, memory_plan
 
+        if memory is None and (codec is not None or num_latents is not None):
+            raise StreamvidError(
+                "--codec and --latents describe a memory plan; give the policy with --memory too"
+            )
         found = inspect_checkpoint(path, which)
+        rows = [] if memory is None else memory_plan(found, memory, codec, num_latents).rows()
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
         else:
-            _show(found)
+            _show(found, rows)
 
 
-def _show(found: Any) -> None:
+def _show(found: Any, plan_rows: list[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -55,6 +71,15 @@ def _show(found: Any) -> None:
         table.add_column("memory", justify="right")
         for window, size in found.cache_bytes.items():
             table.add_row(str(window), f"{window * found.tokens_per_frame:,}", readable(size))
+        console.print(table)
+    if plan_rows:
+        table = Table(
+            title=f"memory {found.plan['policy']}, codec {found.plan['codec']}", title_justify="left"
+        )
+        table.add_column("what")
+        table.add_column("bytes", justify="right")
+        for row in plan_rows:
+            table.add_row(*row)
         console.print(table)
     for reason in found.missing.values():
         console.print(f"[yellow]missing:[/yellow] it {reason}", highlight=False)

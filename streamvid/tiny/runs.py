@@ -1,0 +1,76 @@
+"""What every training stage needs: a clock that survives kill -9, checkpoints, a CSV log, pictures to look at."""
+
+import csv
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+
+
+class Run:
+    """One stage of training in a folder: `state.pt` (all that is needed to go on), `log.csv`, sheets.
+
+    `spent` is the training time in seconds, of earlier processes too, so a budget means the same after a restart.
+    """
+
+    def __init__(self, folder: Path, minutes: float, *, save_every: float = 120.0):
+        self.folder, self.budget, self.save_every = folder, minutes * 60, save_every
+        folder.mkdir(parents=True, exist_ok=True)
+        self.step, self._before = 0, 0.0
+        self._began = self._saved = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds of training so far."""
+        return self._before + time.monotonic() - self._began
+
+    @property
+    def progress(self) -> float:
+        """Part of the time budget that is used, 0 to 1."""
+        return min(1.0, self.spent / max(self.budget, 1e-9))
+
+    def resume(self) -> dict[str, Any] | None:
+        """The saved state of an earlier process, or None; sets step and clock."""
+        path = self.folder / "state.pt"
+        if not path.exists():
+            return None
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        self.step, self._before = state["step"], state["spent"]
+        self._began = self._saved = time.monotonic()
+        return state
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Writes the state; a kill at any moment leaves either the old file or the new one."""
+        temporary = self.folder / "state.pt.tmp"
+        torch.save({**state, "step": self.step, "spent": self.spent}, temporary)
+        os.replace(temporary, self.folder / "state.pt")
+        self._saved = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time to save."""
+        return time.monotonic() - self._saved >= self.save_every
+
+    def log(self, **values: float) -> None:
+        """One line of the CSV; the columns are those of the first call."""
+        path = self.folder / "log.csv"
+        row = {"step": self.step, "seconds": round(self.spent, 1)}
+        row.update({k: round(float(v), 5) for k, v in values.items()})
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def sheet(path: Path, rows: list[np.ndarray], *, every: int = 4, scale: float = 1.0) -> None:
+    """Saves a picture: one row of frames for each uint8 clip [t, h, w, 3], every `every`-th frame."""
+    picture = np.concatenate([np.concatenate(list(clip[::every]), 1) for clip in rows], 0)
+    if scale != 1.0:
+        picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(path), picture[..., ::-1])
