@@ -48,7 +48,7 @@ def deep_forcing_choice(cache: KVCache, name: str) -> dict[str, Tensor]:
         chosen = bank.notes["chosen"][0] + first
         kept = torch.cat([torch.arange(first), chosen, torch.arange(first + scores.shape[1], total)])
         at = f"{name}/layer{bank.layer}"
-        out |= {f"{at}/pc_scores": wide, f"{at}/pc_selected": chosen, f"{at}/pc_keep": kept}
+        out |= {f"{at}/pc_scores": wide, f"{at}/pc_selected": chosen.int(), f"{at}/pc_keep": kept.int()}
     return out
 
 
@@ -70,8 +70,9 @@ def deep_forcing_contents(cache: KVCache, rope: GridRope, name: str, frames: int
 
 def _times(bank: Bank, entry: Entry) -> Tensor:
     if entry.positions is not None:
-        return (entry.positions[:, :, 0, 0] + entry.t[0]).round().long()
-    return raster(entry.t, bank.geometry.grid, bank.k.device)[None, :, 0].long()
+        return (entry.positions[:, :, 0, 0] + entry.t[0]).round().int()
+    moved = tuple(t + entry.tags.get(BASE, 0) for t in entry.t)
+    return raster(moved, bank.geometry.grid, bank.k.device)[None, :, 0].int()
 
 
 def _turned(bank: Bank, entry: Entry, rope: GridRope) -> Tensor:

@@ -22,7 +22,7 @@ def frame_queries(q: Tensor, grid: tuple[int, int]) -> Tensor:
     """fp32 ``[b, frames, heads, d]``: queries of each frame turned to their row and column, summed."""
     size = grid[0] * grid[1]
     place = raster((0.0,), grid, q.device).to(torch.float64)
-    table = rope_table(place, q.shape[-1], torch.complex64)[:, None]
+    table = rope_table(place, q.shape[-1], torch.complex128)[:, None]
     frames = q.shape[1] // size
     return rotate(q, table.repeat(frames, 1, 1)).float().unflatten(1, (frames, size)).sum(dim=2)
 
@@ -41,11 +41,11 @@ def participation(queries: Tensor, times: list[float], tokens: Tokens, origin: f
     """
     d = queries.shape[-1]
     at = torch.tensor([[t - origin, 0.0, 0.0] for t in times], dtype=torch.float64, device=queries.device)
-    total = rotate(queries, rope_table(at, d, torch.complex64)[:, None]).sum(dim=1)
+    total = rotate(queries, rope_table(at, d, torch.complex128)[:, None]).sum(dim=1)
     placed = tokens.positions.to(torch.float64) - torch.tensor(
         [origin, 0.0, 0.0], dtype=torch.float64, device=queries.device
     )
-    keys = rotate(tokens.k, rope_table(placed, d, torch.complex64)).float()
+    keys = rotate(tokens.k, rope_table(placed, d, torch.complex128)).float()
     return torch.einsum("bnhd,bhd->bn", keys, total) / (d**0.5 * queries.shape[2])
 
 
