@@ -148,6 +148,7 @@ def calibrate(
         tell(f"full run of prompt {number} of {len(prompts)}")
         recorder = Recorder()
         clips.append(_latents(pipe, prompt, chunks, seed, recorder, options))
+        assert recorder.session is not None, "a run opens its step cache"
         recorders.append(recorder.session)
     plan = recorders[0].plan
     values = _values(recorders, plan)

@@ -61,6 +61,7 @@ def read_weights(path: Path, which: str | None = None) -> WeightFile:
         path = weights_in_folder(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
+    content: Mapping[str, Any]
     if path.name.endswith(".index.json"):
         content, metadata = _read_shards(path)
     else:

@@ -155,7 +155,7 @@ def fill(
     placed = {name: _place(tensors.pop(name), device, dtype) for name in list(tensors)}
     model.load_state_dict(placed, strict=False, assign=True)
     if contents.kind == "text_encoder":
-        model.encoder.embed_tokens.weight = model.shared.weight
+        model.encoder.embed_tokens.weight = model.shared.weight  # type: ignore[union-attr]
     _restore_buffers(model, device)
     model.eval().requires_grad_(False)
 

@@ -213,7 +213,8 @@ def _fit_vae(config: StreamConfig, transformer: Any, vae: Any, path: Path, sourc
                 f"{path}: its {name.removeprefix('vae_scale_')} scale is {scale}, but {CONFIG_NAME} says "
                 f"{getattr(config, name)}; give the autoencoder the model was trained with"
             )
-    return dataclasses.replace(config, **dict(zip(names, found, strict=True)))
+    scales: dict[str, Any] = dict(zip(names, found, strict=True))
+    return dataclasses.replace(config, **scales)
 
 
 def _stated_keys(path: Path) -> set[str]:

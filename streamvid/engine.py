@@ -194,6 +194,7 @@ class Engine:
             return False
         return all(
             cache.codec is None
+            and cache.sparse is None
             and cache.policy.fusable
             and not any(overrides(cache.policy, hook) for hook in _WATCHING)
             for cache in state.caches()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from streamvid.checkpoint_formats import WEIGHT_SUFFIXES, read_weights
 from streamvid.checkpoint_models import identify
@@ -121,8 +122,8 @@ def _locate_folder(folder: Path) -> Source:
     if not any(folder.iterdir()):
         raise CheckpointError(f"{folder}: an empty folder; give a model's file or folder")
     config = folder / CONFIG_NAME
-    parts = {name: folder / name for name in ("transformer", "vae", "text_encoder", "tokenizer")}
-    parts = {name: path for name, path in parts.items() if path.is_dir()}
+    found = {name: folder / name for name in ("transformer", "vae", "text_encoder", "tokenizer")}
+    parts: dict[str, Any] = {name: path for name, path in found.items() if path.is_dir()}
     if "transformer" in parts or (folder / "model_index.json").is_file():
         source = Source(**parts, layout="diffusers folder")
     else:

@@ -11,10 +11,13 @@ import torch
 
 from streamvid.config import StreamConfig
 from streamvid.engine import Engine
-from streamvid.errors import StreamvidError
+from streamvid.errors import MemoryBudgetError, StreamvidError
+from streamvid.kernels.selectors import SELECTORS
 from streamvid.memory.cache import KVCache
+from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policies.rolling_forcing import RollingForcing
+from streamvid.memory.policy import MemoryPolicy
 from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
 from streamvid.rolling import RollingState
@@ -50,6 +53,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         default_memory(config) if options.memory is None else options.memory, POLICIES, "memory policy"
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
+    selector = None if options.sparse is None else build(options.sparse, SELECTORS, "block selection rule")
     step_cache = build_step_cache(options.step_cache)
     session = step_cache.open(
         plan_for(
@@ -79,17 +83,22 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
                 "steps at once; leave it out"
             )
     pipe.sessions.check()
+    geometry = pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device)
+    if codec is None:
+        check_room(geometry, policy, config, len(sampler.branches))
     start = prepare_start(pipe, options, rule, (height, width))
     engine = Engine(pipe.model, pipe.text_encoder, config)
-    sides = {}
+    sides: dict[str, Side] = {}
     for branch in sampler.branches:
         text = options.prompt if branch == "cond" else config.negative_prompt
         cache = KVCache(
-            pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+            geometry,
             policy,
             codec,
             chunk_frames=config.chunk_latents,
             backend=pipe.attention,
+            sparse=selector,
+            subsets=session.selects_tokens,
         )
         embeds = engine.encode(text)
         sides[branch] = Side(cache, embeds, engine.read(embeds))
@@ -106,7 +115,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         at=start.place,
         rolling=RollingState() if config.joint_window else None,
     )
-    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
+    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache, selector)
     return VideoStream(
         pipe,
         options,
@@ -118,6 +127,34 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
         start=start,
         settings=settings,
     )
+
+
+def check_room(geometry: KVGeometry, policy: MemoryPolicy, config: StreamConfig, branches: int) -> None:
+    """Raises MemoryBudgetError when plain keys and values of a full window cannot fit on the device.
+
+    Policies that grow are taken at the trained length, as how long they will run is not known. The exact plan of any
+    policy and codec is ``streamvid info --memory``.
+    """
+    frames = 0
+    for layer in range(geometry.layers):
+        held = policy.capacity(geometry, layer, 0, config.chunk_latents)
+        frames += config.trained_latents if held is None else held
+    need, free = frames * geometry.frame_bytes() * branches, _free_bytes(torch.device(geometry.device))
+    if free is not None and need > free:
+        raise MemoryBudgetError(
+            f"the memory of this stream needs {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on "
+            f"{geometry.device}; choose a smaller size, a shorter window (memory='window:size=...') or a codec"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available
+    return None
 
 
 def default_memory(config: StreamConfig) -> str:
@@ -162,6 +199,7 @@ def _settings(
     policy: Any,
     codec: Any,
     step_cache: Any,
+    selector: Any,
 ) -> dict[str, Any]:
     """What the stream really runs with, JSON-ready."""
     return {
@@ -181,6 +219,7 @@ def _settings(
         "negative_prompt": config.negative_prompt,
         "memory": describe(policy),
         "codec": "none" if codec is None else describe(codec),
+        "sparse": "none" if selector is None else describe(selector),
         "step_cache": describe(step_cache),
         "fuse_context": options.fuse_context,
         "output_type": options.output_type,

@@ -33,6 +33,8 @@ class StreamOptions:
     """Memory policy: ``"full"``, ``"window:sink=3,frames=9"``, ... or a policy object."""
     codec: Any = None
     """KV codec: ``"none"``, ... or a codec object."""
+    sparse: Any = None
+    """Block-sparse attention: a selection rule (``"topk:density=0.25"``, ...) or an object; None reads every key."""
     step_cache: Any = "none"
     """Step cache in text form, or an object."""
     guidance_scale: float | None = None

@@ -230,7 +230,7 @@ def _seeds(
     """One seed a clip."""
     if generator is not None:
         single = isinstance(generator, torch.Generator)
-        sources = [generator] * count if single else list(generator)  # type: ignore[arg-type]
+        sources: list[Any] = [generator] * count if single else list(generator)  # type: ignore[arg-type]
         if len(sources) != count:
             raise StreamvidError(f"{count} prompts need one generator or {count}, got {len(sources)}")
         drawn = [

@@ -126,6 +126,13 @@ class PromptQueue:
             self._place = self._next(place)
             return self._waiting.pop(place.chunk, None)
 
+    def put_back(self, place: Place, change: Change | None) -> None:
+        """The chunk at ``place`` did not begin after all."""
+        with self._lock:
+            self._place = place
+            if change is not None:
+                self._waiting.setdefault(place.chunk, change)
+
     def waiting(self) -> list[Change]:
         """All changes, by chunk."""
         with self._lock:

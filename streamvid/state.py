@@ -131,7 +131,7 @@ class StreamState:
         self.owed = owed and Owed(owed["latents"].to(device), owed["branches"])
         blend = values["blend"]
         self.blend = blend and Blend(
-            **{key: value.to(device) if torch.is_tensor(value) else value for key, value in blend.items()}
+            blend["start"].to(device), blend["target"].to(device), blend["chunks"], blend["done"]
         )
         self.recent = [latent.to(device) for latent in values["recent"]]
         if self.rolling is not None:

@@ -73,7 +73,7 @@ class VideoStream:
         self._running = threading.Event()
         self._running.set()
         self._paused_by: int | None = None
-        self._closed = False
+        self._closed = self._damaged = False
         self._maker: Any = None
         pipe.sessions.enter(self)
         self.prefetch(options.ahead)
@@ -101,7 +101,11 @@ class VideoStream:
         steady = change is None and state.blend is None and given is None
         fused = self._fuses and steady and state.owed is not None
         if not fused:
-            self._engine.finish(state)
+            try:
+                self._engine.finish(state)
+            except BaseException:
+                self._queue.put_back(state.at, change)
+                raise
         clock.lap("context")
         apply_change(state, change, self._engine)
         plan = self._rule.plan(state.at)
@@ -110,8 +114,7 @@ class VideoStream:
             self._engine.begin(state, plan)
         latents = self._denoise(plan, fused=fused) if given is None else given
         clock.lap("denoise")
-        frames = latents[0] if state.decoder is None else state.decoder.decode_chunk(latents)[0]
-        output = convert(frames, self.options.output_type)
+        output = convert(self._decode(latents), self.options.output_type)
         clock.lap("decode")
         state.advance(plan, latents, self._engine.reach(state))
         return VideoChunk(
@@ -121,7 +124,7 @@ class VideoStream:
             start_latent=plan.start_latent,
             num_latents=plan.num_latents,
             prompt=state.text,
-            transition=change and change.receipt.transition,
+            transition=None if change is None else change.receipt.transition,
             seconds=clock.seconds,
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
@@ -165,6 +168,18 @@ class VideoStream:
             engine.abort(state)
             raise
 
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Frames ``[n, 3, H, W]`` in 0..1; latents ``[f, c, h, w]`` as they are when they are the output."""
+        decoder = self._state.decoder
+        if decoder is None:
+            return latents[0]
+        try:
+            return decoder.decode_chunk(latents)[0]
+        except BaseException:
+            self._engine.abort(self._state)
+            self._damaged = True  # some of the decoder's layers have seen the chunk and some have not
+            raise
+
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> VideoStream:
@@ -199,20 +214,22 @@ class VideoStream:
         while True:
             self._wait_while_paused()
             with self._lock:
-                if self._closed or (not self._unread and self._ended()):
-                    self.close()
-                    raise StopIteration
                 if self._unread:
                     return self._unread[0]
-                if self._maker is None:
+                ended = self._closed or self._ended()
+                if not ended and self._maker is None:
                     self._unread.append(self._produce())
                     continue
+            if ended:
+                self.close()  # outside the lock: the thread that it ends may be waiting for it
+                raise StopIteration
             self._maker.wait()
 
     def _produce(self) -> VideoChunk:
         """Make a chunk and cut it to ``num_frames``. The caller holds the lock."""
-        if self._closed:
-            raise StreamvidError("the stream is closed; open another with pipe.stream(...)")
+        self._check_open()
+        if self._damaged:
+            raise StreamvidError("decoding was stopped half-way through a chunk; call reset() to start again")
         chunk = self._make_chunk()
         while chunk.start_frame < 0:  # frames of a clip that is only gone on from
             chunk = self._make_chunk()
@@ -291,6 +308,7 @@ class VideoStream:
         self._check_open()
         with self._lock:
             self._unread.clear()
+            self._damaged = False
             self._engine.reset(self._state, self._start.place)
             self._queue.restart(self._state.at)
             self._meter = Meter()

@@ -29,6 +29,8 @@ class Sink(Protocol):
 class AvSink:
     """A PyAV container under a temporary name."""
 
+    _stream: Any
+
     def __init__(self, part: Path, fps: float, format_name: str, options: dict[str, str]) -> None:
         import av
 
@@ -99,7 +101,7 @@ class GifSink(AvSink):
         self._stream = self._container.add_stream("gif", rate=self._rate)
         self._stream.height, self._stream.width = height, width
         self._stream.pix_fmt = "pal8"
-        graph = av.filter.Graph()
+        graph: Any = av.filter.Graph()
         source = graph.add_buffer(width=width, height=height, format="rgb24", time_base=1 / self._rate)
         split = graph.add("split")
         palette = graph.add("palettegen", "stats_mode=single")

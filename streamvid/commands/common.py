@@ -58,6 +58,9 @@ Memory = Annotated[
     str | None, typer.Option(help="KV memory policy, e.g. window:size=12,sink=3.", rich_help_panel=PLUGINS)
 ]
 Codec = Annotated[str | None, typer.Option(help="KV codec.", rich_help_panel=PLUGINS)]
+Sparse = Annotated[
+    str | None, typer.Option(help="Block-sparse attention, e.g. topk:density=0.25.", rich_help_panel=PLUGINS)
+]
 StepCache = Annotated[str, typer.Option(help="Step cache.", rich_help_panel=PLUGINS)]
 FuseContext = Annotated[
     bool,

@@ -90,19 +90,21 @@ class Session:
     All attributes but ``settings`` and ``plan`` are state: see :mod:`streamvid.stepcache.state`.
     """
 
-    static: ClassVar[bool] = False
+    static: bool = False
     """``decide`` looks at the step index only: no device-to-host sync, ever."""
     ties_clips: bool | None = None
     """A decision or a learned number would depend on all clips of a batch, so that a clip would not equal
     its solo run; such sessions stay full in batches. None: true unless ``static``."""
-    per_branch: ClassVar[bool] = False
+    per_branch: bool = False
     """Each branch decides for itself; otherwise the unconditional one follows the conditional one."""
-    needs_block_hooks: ClassVar[bool] = False
-    fuses_context: ClassVar[bool] = False
+    needs_block_hooks: bool = False
+    selects_tokens: bool = False
+    """Some decisions run a subset of the tokens; a memory with a codec must then keep the chunk in progress."""
+    fuses_context: bool = False
     """The stream should run a chunk's context pass together with the next chunk's first step."""
-    keeps: ClassVar[tuple[Space, ...]] = ()
+    keeps: tuple[Space, ...] = ()
     """Spaces whose last ``depth`` full steps are kept for predictions."""
-    depth: ClassVar[int] = 1
+    depth: int = 1
 
     def __init__(self, settings: Any, plan: SamplingPlan):
         self.settings, self.plan = settings, plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ def _forward(
     hooks = None
     if inner is not None or want_residual:
         hooks = CountingHooks(inner, session.plan.num_layers, session.plan.shares, want_residual)
-    kwargs = {} if hooks is None else {"hooks": hooks}
+    kwargs: dict[str, Any] = {} if hooks is None else {"hooks": hooks}
     if decision.tokens is None:
         flow = denoise(x_t, info.timestep, branch=info.branch, **kwargs)
         out = StepOutput(flow=flow, x0=to_x0(flow, x_t, info.sigma))

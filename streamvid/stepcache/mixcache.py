@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -87,7 +87,7 @@ class _Session(Session):
                 self.errors["step"] = change
                 self.calm = self.calm + 1 if change < self.settings.start else 0
             self.residual = out.residual
-        total = sum(self.deltas[info.branch][layer] for layer in self.middle)
+        total: Any = sum(self.deltas[info.branch][layer] for layer in self.middle)
         if self.middle_sum is not None and out.residual is not None:
             # The block error is weighed by the whole residual: what the output would feel.
             error = (total - self.middle_sum).abs().mean() / out.residual.abs().mean()

@@ -38,6 +38,7 @@ class StackSession(Session):
         super().__init__(settings, plan)
         self.static = all(part.static for part in self.parts)
         self.needs_block_hooks = any(part.needs_block_hooks for part in self.parts)
+        self.selects_tokens = any(part.selects_tokens for part in self.parts)
         self.fuses_context = any(part.fuses_context for part in self.parts)
         self.keeps = tuple(sorted({space for part in self.parts for space in part.keeps}))
 

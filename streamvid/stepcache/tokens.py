@@ -23,6 +23,7 @@ from streamvid.stepcache.types import ChunkInfo, Decision, StepInfo
 class _Session(Session):
     static = True
     ties_clips = True
+    selects_tokens = True
     keeps = ("x0",)
     depth = 2
 

@@ -41,12 +41,19 @@ class MuonAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ):
         by_adam = {id(p) for p in adam}
-        muon_group, adam_group = [], []
+        muon_group: list[torch.nn.Parameter] = []
+        adam_group: list[torch.nn.Parameter] = []
         for p in params:
             (adam_group if p.ndim < 2 or id(p) in by_adam else muon_group).append(p)
         super().__init__(
             [{"params": muon_group, "muon": True}, {"params": adam_group, "muon": False}],
-            dict(lr=lr, adam_ratio=adam_ratio, momentum=momentum, betas=betas, weight_decay=weight_decay),
+            {
+                "lr": lr,
+                "adam_ratio": adam_ratio,
+                "momentum": momentum,
+                "betas": betas,
+                "weight_decay": weight_decay,
+            },
         )
 
     def set_lr(self, lr: float) -> None:
@@ -55,7 +62,7 @@ class MuonAdam(torch.optim.Optimizer):
             group["lr"] = lr
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:  # noqa: ARG002 (the signature of torch.optim)
+    def step(self, closure=None) -> None:  # type: ignore[override]  # noqa: ARG002 (the signature of torch.optim)
         """One update; parameters without a gradient stay as they are."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -68,6 +75,7 @@ class MuonAdam(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(p)
             state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+            assert p.grad is not None
             look_ahead = p.grad.lerp(state["momentum"], group["momentum"])
             same_shape[(p.shape[0], p.numel() // p.shape[0])].append((p, look_ahead))
         for (rows, columns), items in same_shape.items():

@@ -88,7 +88,7 @@ def train_vae(
         mean_mse = mse if mean_mse is None else mean_mse.lerp(mse, 0.05)
         if run.step % 20 == 0:
             psnr = -10 * torch.log10(mean_mse / 4)
-            run.log(psnr=psnr, **{k: v.detach() for k, v in parts.items()})
+            run.log(psnr=float(psnr), **{k: float(v.detach()) for k, v in parts.items()})
         if run.due():
             run.save({"model": vae.state_dict(), "optimizer": optimizer.state_dict()})
             _sheet(vae, folder / f"vae_{run.step:06d}.png", device)

@@ -44,7 +44,7 @@ BACKGROUND_RGB = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What is shown: attributes from a frame on (the first at 0), the phase of the path in frames, a shift in pixels."""
+    """What is shown: attributes from a frame on (the first at 0), the path's phase in frames, a shift in pixels."""
 
     segments: tuple[tuple[int, Attributes], ...]
     phase: float
@@ -153,7 +153,7 @@ def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
 
 
 def coverage(shape: str, pose: np.ndarray, side: int = SIDE) -> np.ndarray:
-    """Part of every pixel that the object covers, [n, side, side] in 0..1, for poses [n, 4] (pixels of a SIDE picture)."""
+    """Part of every pixel the object covers, [n, side, side] in 0..1, for poses [n, 4] (pixels of a SIDE picture)."""
     scale = side / SIDE
     grid = (np.arange(side, dtype=np.float32) + 0.5 - side / 2) / scale
     pose = np.asarray(pose, np.float32)[:, :, None, None]
@@ -174,7 +174,9 @@ def render(scene: Scene, num_frames: int, start: int = 0, side: int = SIDE) -> n
         if low >= high:
             continue
         alpha = coverage(now.shape, pose[low:high], side)[..., None]
-        fore, back = np.float32(RGB[now.colour]), np.float32(BACKGROUND_RGB[now.background])
+        fore, back = (
+            np.asarray(rgb, np.float32) for rgb in (RGB[now.colour], BACKGROUND_RGB[now.background])
+        )
         out[low - start : high - start] = back + alpha * (fore - back)
     return (out + 0.5).astype(np.uint8)
 
