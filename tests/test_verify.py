@@ -25,6 +25,10 @@ ROLLOUTS = [
     "sf_ctxnoise",
     "longlive_switch",
     "longlive_switch_globalsink",
+    "deepforcing",
+    "deepforcing_sinkonly",
+    "forcingkv",
+    "forcingkv_plain",
 ]
 
 
