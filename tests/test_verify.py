@@ -26,6 +26,10 @@ ROLLOUTS = [
     "longlive_switch",
     "longlive_switch_globalsink",
     "rollingforcing",
+    "deepforcing",
+    "deepforcing_sinkonly",
+    "forcingkv",
+    "forcingkv_plain",
 ]
 
 
