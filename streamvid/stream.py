@@ -66,7 +66,7 @@ class VideoStream:
         self._shape = (engine.model.geometry.out_channels, *grid)
         self._fuses = (options.fuse_context or state.step_cache.fuses_context) and engine.fuses(state)
         self._noise = CounterNoise([options.seed])
-        self._queue = PromptQueue(rule, state.at)
+        self._queue = PromptQueue(rule, state.at, engine.cut_restarts(state))
         self._meter = Meter()
         self._unread: list[VideoChunk] = []
         self._lock = threading.RLock()
@@ -295,7 +295,8 @@ class VideoStream:
     def cut(self, text: str, *, at_frame: int | None = None, at_chunk: int | None = None) -> Receipt:
         """A new scene: memory and decoder start afresh with ``text``, so nothing of the old scene is left.
 
-        Frame and chunk numbers go on, and so does the noise. The first chunk of a scene is a few frames shorter.
+        Frame and chunk numbers go on, and so does the noise. The first chunk of a scene is a few frames shorter. A
+        memory policy may make the cut its own way and keep its history across it (``infinity_rope``).
         """
         self._check_open()
         if not isinstance(text, str):
