@@ -213,16 +213,31 @@ class KVCache(History):
         self.phase = "context"
         self._written.clear()
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keys and values of a layer whose attention nobody needs (the last one, in the context pass)."""
+    @property
+    def observes(self) -> bool:
+        """Whether the policy looks at queries, so that the context pass must compute those of the last layer too."""
+        return overrides(self.policy, "observe")
+
+    def write(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        """Keys and values of a layer whose attention nobody needs (the last one, in the context pass).
+
+        Args:
+            layer: 0-based.
+            k, v: ``[b, n, heads, head_dim]`` before rotary embedding.
+            q: the queries, for a policy that ``observes`` them.
+        """
         chunk, stage = self._in_chunk("write")
         if stage != "context":
             raise ValueError("write belongs to the context pass; call begin_context first")
+        if q is None and self.observes:
+            raise ValueError("this memory policy observes queries; give write the q of this layer too")
         skipped = chunk.skip * self.geometry.tokens_per_frame
+        self.scratch.begin()
         for bank in self.banks[layer]:
-            self._current(
-                bank, self.heads(k, bank)[:, skipped:], self.heads(v, bank)[:, skipped:], stage, None
-            )
+            k_group, v_group = (self.heads(x, bank)[:, skipped:] for x in (k, v))
+            k_group, v_group = self._current(bank, k_group, v_group, stage, None)
+            if q is not None:
+                self._view(bank, self.heads(q, bank), k_group, v_group, stage)
         self._written.add(layer)
 
     def commit(self) -> None:

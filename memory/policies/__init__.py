@@ -1,5 +1,7 @@
 """The table of memory policies: one line each, one file each. See ``streamvid.memory.policy`` on how to write one."""
 
+from streamvid.memory.policies.deep_forcing import DeepForcing
+from streamvid.memory.policies.forcing_kv import ForcingKV
 from streamvid.memory.policies.full import Full
 from streamvid.memory.policies.infinity_rope import InfinityRope
 from streamvid.memory.policies.kv_bias import KVBias
@@ -22,6 +24,8 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "rolling_forcing": RollingForcing,
     "tether": Tether,
     "memrope": MemRope,
+    "deep_forcing": DeepForcing,
+    "forcing_kv": ForcingKV,
     "kv_bias": KVBias,
     "swift": Swift,
     "tar_van": TarVan,
