@@ -199,7 +199,6 @@ def _simulate(setup: _Setup, frames: int) -> tuple[list[MemoryReport], bool]:
         setup.policy,
         codec,
         chunk_frames=setup.chunk_frames,
-        backend="shapes",
         **dict(setup.settings),
     )
     patience = max(6, 3 * _span(setup))
