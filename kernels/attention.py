@@ -129,7 +129,10 @@ def _take(x: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
 
 
 def _put(out: Tensor, heads: tuple[int, ...], dim: int, part: Tensor) -> None:
-    out.index_copy_(dim, _index(heads, out.device), part.to(out.dtype))
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        out.narrow(dim, heads[0], len(heads)).copy_(part)
+    else:
+        out.index_copy_(dim, _index(heads, out.device), part.to(out.dtype))
 
 
 def _tensors(view: KVView, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -180,11 +183,12 @@ def _attend_group(
     results = []
     dense = [part for part in parts if part.view.blocks is None]
     for part in parts:
-        if part.view.blocks is not None:
-            at = part.places
-            results.append(
-                attend_blocks(q, part.k, part.v, part.bias, part.view.blocks, at, scale, backend.dense)
-            )
+        if part.view.blocks is None:
+            continue
+        call = (q, part.k, part.v, part.bias, part.view.blocks, part.places, scale)
+        results.append(
+            attend_blocks(*call, backend.dense) if backend.sparse is None else backend.sparse(*call)
+        )
     if dense:
         # Joining reads and writes every key and value once; merging reads and writes every output about twice.
         total = sum(part.view.num_tokens for part in dense)
