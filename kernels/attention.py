@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, SHAPES, Backend
 from .blocks import attend_blocks
 from .quantise import dequantise
 from .rope import rotate
@@ -69,6 +69,8 @@ def find_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> B
         name, _ = choose_backend(device, dtype)
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r} (allowed: auto, {', '.join(sorted(BACKENDS))})")
+    if device.type == "meta":
+        return SHAPES
     backend = BACKENDS[name]
     reason = backend.missing(device, dtype)
     if reason:
@@ -129,7 +131,10 @@ def _take(x: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
 
 
 def _put(out: Tensor, heads: tuple[int, ...], dim: int, part: Tensor) -> None:
-    out.index_copy_(dim, _index(heads, out.device), part.to(out.dtype))
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        out.narrow(dim, heads[0], len(heads)).copy_(part)
+    else:
+        out.index_copy_(dim, _index(heads, out.device), part.to(out.dtype))
 
 
 def _tensors(view: KVView, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -180,11 +185,12 @@ def _attend_group(
     results = []
     dense = [part for part in parts if part.view.blocks is None]
     for part in parts:
-        if part.view.blocks is not None:
-            at = part.places
-            results.append(
-                attend_blocks(q, part.k, part.v, part.bias, part.view.blocks, at, scale, backend.dense)
-            )
+        if part.view.blocks is None:
+            continue
+        call = (q, part.k, part.v, part.bias, part.view.blocks, part.places, scale)
+        results.append(
+            attend_blocks(*call, backend.dense) if backend.sparse is None else backend.sparse(*call)
+        )
     if dense:
         # Joining reads and writes every key and value once; merging reads and writes every output about twice.
         total = sum(part.view.num_tokens for part in dense)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference import reference
-from .types import KVView
+from .types import BlockMap, KVView
 
 Dense = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float, bool], "tuple[Tensor, Tensor | None]"]
 """``(q [b,nq,h,d], k [b,nk,h,d], v, bias, scale, want_lse) -> (out, lse [b,h,nq] or None)``; bias fp32
@@ -24,6 +24,11 @@ Dense = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float, bool], "tuple[
 
 Family = Callable[[Tensor, Sequence[KVView], float], "tuple[Tensor, Tensor]"]
 """``(q, views, scale) -> (out, lse)``: reads views as they are, packed, ragged, block-sparse or un-rotated."""
+
+Sparse = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", BlockMap, "tuple[int, ...]", float], "tuple[Tensor, Tensor]"
+]
+"""``(q, k, v, bias, blocks, places, scale) -> (out, lse)``, arguments as `blocks.attend_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,12 @@ class Backend:
     dense: Dense | None
     missing: Callable[[torch.device, torch.dtype], str]
     """Why it cannot run for this device and dtype; empty = it can."""
-    bias: bool = True
-    """Takes a per-key bias."""
     lse: Callable[[torch.device], bool] = lambda device: True
     """Gives the log-sum-exp at no extra cost on this device."""
     family: Family | None = None
     """Set when the backend takes whole views; ``dense`` is then not used."""
+    sparse: Sparse | None = None
+    """Block-sparse attention of its own; None = the kept blocks are gathered (`blocks.attend_blocks`)."""
 
 
 def _key_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -92,10 +97,6 @@ def _shapes(
     return torch.empty_like(q), lse
 
 
-def _meta_only(device: torch.device, dtype: torch.dtype) -> str:
-    return "" if device.type == "meta" else "it computes nothing; memory plans run it on meta tensors"
-
-
 def _always(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
@@ -128,11 +129,75 @@ def _triton(q: Tensor, views: Sequence[KVView], scale: float) -> tuple[Tensor, T
     return attend_views(q, views, scale)
 
 
+def _flex_dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    from . import flex
+
+    return flex.dense(q, k, v, bias, scale, want_lse)
+
+
+def _flex_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    blocks: BlockMap,
+    places: tuple[int, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    from . import flex
+
+    return flex.sparse(q, k, v, bias, blocks, places, scale)
+
+
+def _through_diffusers(name: str) -> Dense:
+    """A kernel of another package, by the name diffusers' attention dispatch gives it."""
+
+    def dense(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, want_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if (
+            bias is not None or want_lse
+        ):  # these kernels take no bias, and the dispatch returns no log-sum-exp
+            return _sdpa(q, k, v, bias, scale, want_lse)
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(q, k, v, scale=scale, backend=name), None
+
+    return dense
+
+
+def _package_missing(module: str, package: str) -> Callable[[torch.device, torch.dtype], str]:
+    def missing(device: torch.device, dtype: torch.dtype) -> str:
+        if not has_module(module):
+            return f"{module} is not installed (pip install {package})"
+        if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+            return "it needs a CUDA device and float16 or bfloat16"
+        return ""
+
+    return missing
+
+
+def _never(device: torch.device) -> bool:
+    return False
+
+
 BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(
         "sdpa", _sdpa, _always, lse=lambda device: device.type == "cpu" and _cpu_flash() is not None
     ),
     "reference": Backend("reference", _reference, _always),
-    "shapes": Backend("shapes", _shapes, _meta_only),
     "triton": Backend("triton", None, _triton_missing, family=_triton),
+    "flex": Backend("flex", _flex_dense, _always, sparse=_flex_sparse),
+    "flash": Backend(
+        "flash", _through_diffusers("flash"), _package_missing("flash_attn", "flash-attn"), lse=_never
+    ),
+    "sage": Backend(
+        "sage", _through_diffusers("sage"), _package_missing("sageattention", "sageattention"), lse=_never
+    ),
 }
+"""Name to backend. ``flash`` and ``sage`` answer calls with a bias or a log-sum-exp through ``sdpa``."""
+
+SHAPES = Backend("shapes", _shapes, _always)
+"""What every call on ``meta`` tensors goes to, in no table: right shapes, nothing computed. Memory plans run on it."""

@@ -64,24 +64,24 @@ class Blocking:
     grid: tuple[int, int]
 
 
-def auto_cube(grid: tuple[int, int], frames: int) -> tuple[int, int, int]:
-    """Frames, rows and columns of a block: at most 64 tokens, dividing the grid where possible, nearly square.
+def auto_cube(grid: tuple[int, int], frames: int, limit: int = 64) -> tuple[int, int, int]:
+    """Frames, rows and columns of a block: at most ``limit`` tokens, dividing the grid where possible, nearly square.
 
-    A whole frame where it has at most 64 tokens; else one chunk deep, because the frames of a chunk are made together.
+    Whole frames where they fit; else one chunk deep, because the frames of a chunk are made together.
     """
     rows, columns = grid
-    if rows * columns <= 64:
-        return 1, rows, columns
+    if rows * columns <= limit:
+        return max(1, min(frames, limit // (rows * columns))), rows, columns
     depth = max(1, min(frames, 4))
-    shapes = [(r, c) for r in range(1, rows + 1) for c in range(1, columns + 1) if depth * r * c <= 64]
-    return depth, *max(shapes, key=lambda shape: _worth(shape, depth, grid))
+    shapes = [(r, c) for r in range(1, rows + 1) for c in range(1, columns + 1) if depth * r * c <= limit]
+    return depth, *max(shapes, key=lambda shape: _worth(shape, depth, grid, limit))
 
 
-def _worth(shape: tuple[int, int], depth: int, grid: tuple[int, int]) -> float:
-    """Share of the 64 places that hold a token, borders included, less a little for elongated blocks."""
+def _worth(shape: tuple[int, int], depth: int, grid: tuple[int, int], limit: int) -> float:
+    """Share of the places that hold a token, borders included, less a little for elongated blocks."""
     height, width = shape
     count = -(-grid[0] // height) * -(-grid[1] // width)
-    return grid[0] * grid[1] * depth / (64 * count) - 0.03 * abs(height - width)
+    return grid[0] * grid[1] * depth / (limit * count) - 0.03 * abs(height - width)
 
 
 def _cubes(
@@ -103,12 +103,10 @@ def _cubes(
 
 
 def _blocks(lists: list[list[int]], num_tokens: int, device: torch.device) -> Blocks:
-    """Blocks that hold these tokens; without a table where they are plain runs of a size the kernel can index."""
-    longest = max(map(len, lists))
-    size = max(16, 1 << (longest - 1).bit_length())
+    """Blocks that hold these tokens; without a table where they are plain runs of one length."""
+    size = max(map(len, lists))
     flat = [token for tokens in lists for token in tokens]
-    even = all(len(tokens) == size for tokens in lists[:-1]) and flat == list(range(num_tokens))
-    if even:
+    if all(len(tokens) == size for tokens in lists[:-1]) and flat == list(range(num_tokens)):
         return Blocks(num_tokens, size)
     table = torch.full((len(lists), size), -1, dtype=torch.int32)
     for i, tokens in enumerate(lists):
@@ -117,23 +115,30 @@ def _blocks(lists: list[list[int]], num_tokens: int, device: torch.device) -> Bl
 
 
 @lru_cache(maxsize=32)
-def blocking(layout: Layout, cube: tuple[int, int, int], loose: int, device: torch.device) -> Blocking:
+def blocking(
+    layout: Layout,
+    cube: tuple[int, int, int],
+    loose: int,
+    device: torch.device,
+    query_cube: tuple[int, int, int] | None = None,
+) -> Blocking:
     """The blocks of a layout. Cached, as every layer and chunk of a full window has the same.
 
     Args:
         layout: what the view holds.
-        cube: frames, rows and columns of a block.
+        cube: frames, rows and columns of a block of keys.
         loose: tokens of a block of loose tokens.
         device: where the tensors go.
+        query_cube: frames, rows and columns of a block of queries; None = as the keys.
 
     Raises:
         ValueError: a cube or block that is empty.
     """
-    if min(cube) < 1 or loose < 1:
+    if min(*cube, *(query_cube or cube)) < 1 or loose < 1:
         raise ValueError(f"blocks must hold at least one token, got cube {cube} and {loose} loose tokens")
     size = layout.grid[0] * layout.grid[1]
     times = layout.query_times
-    query = _cubes([(time, i * size) for i, time in enumerate(times)], layout.grid, cube)
+    query = _cubes([(time, i * size) for i, time in enumerate(times)], layout.grid, query_cube or cube)
     frames: dict[str, list[tuple[float, int]]] = {}
     key: list[tuple[list[int], tuple[float, float, float], str]] = []
     start = 0

@@ -74,7 +74,10 @@ class Selector:
     """Settings all rules share. Subclasses implement `choose`."""
 
     cube: tuple[int, ...] = ()
-    """Frames, rows and columns of a block, as ``3+5+4``; empty = chosen for at most 64 tokens."""
+    """Frames, rows and columns of a block of keys, as ``3+5+4``; empty = chosen for at most 64 tokens."""
+    queries: tuple[int, ...] = ()
+    """The same for queries; empty = ``cube`` if that is given, else the whole chunk up to 256 tokens, or 128 of it.
+    Larger blocks compute faster and choose more coarsely."""
     loose: int = 64
     """Tokens of a block where tokens have no place on the grid."""
     sink: bool = True
@@ -85,15 +88,20 @@ class Selector:
     """Always read this many of the newest committed frames."""
 
     def __post_init__(self) -> None:
-        if self.cube and len(self.cube) != 3:
-            raise ValueError(f"cube needs three numbers (frames+rows+columns), got {self.cube}")
+        for name, cube in (("cube", self.cube), ("queries", self.queries)):
+            if cube and len(cube) != 3:
+                raise ValueError(f"{name} needs three numbers (frames+rows+columns), got {cube}")
         if self.last < 0:
             raise ValueError(f"last must be 0 or more frames, got {self.last}")
 
     def blocking(self, layout: Layout, device: torch.device) -> Blocking:
         """The blocks this rule works on."""
-        cube = self.cube or auto_cube(layout.grid, len(layout.query_times))
-        return blocking(layout, tuple(cube), self.loose, device)  # type: ignore[arg-type]
+        frames = len(layout.query_times)
+        size = layout.grid[0] * layout.grid[1]
+        cube = self.cube or auto_cube(layout.grid, 1 if size <= 64 else frames)
+        whole = auto_cube(layout.grid, frames, 256 if frames * size <= 256 else 128)
+        queries = self.queries or self.cube or whole
+        return blocking(layout, tuple(cube), self.loose, device, tuple(queries))  # type: ignore[arg-type]
 
     def select(self, q: Tensor, k: Tensor, layout: Layout) -> BlockMap:
         """The map of one call.

@@ -58,7 +58,14 @@ def _split(blocks: Blocks, limit: int) -> tuple[Blocks, int]:
 
 
 def fit(blocks: BlockMap, config: Config) -> BlockMap:
-    """The same map in blocks that the kernel's tiles can hold."""
+    """The same map in blocks that the kernel's tiles can hold; worked out once a map."""
+    found = blocks.plans.get(config)
+    if found is None:
+        found = blocks.plans[config] = _fit(blocks, config)
+    return found
+
+
+def _fit(blocks: BlockMap, config: Config) -> BlockMap:
     device = blocks.indices.device
     queries, q_parts = _split(_power_of_two(blocks.queries, device), config.block_m)
     keys, k_parts = _split(_power_of_two(blocks.keys, device), config.block_n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,14 @@ class BlockMap:
         expected = (self.indices.shape[1], self.keys.count)
         if self.bias is not None and tuple(self.bias.shape) != expected:
             raise ValueError(f"block map: bias {tuple(self.bias.shape)} must be {expected}")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, plans included, for byte accounting."""
+        tables = (self.queries.table, self.keys.table, self.bias)
+        yield from (x for x in (self.indices, self.counts, *tables) if x is not None)
+        for plan in self.plans.values():
+            for part in plan if isinstance(plan, list) else [plan]:
+                yield from part.tensors()
 
     def density(self) -> Tensor:
         """Share of (query block, key block) pairs that are computed; a scalar on the map's device."""

@@ -27,6 +27,7 @@ from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
+from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
@@ -90,6 +91,7 @@ class KVCache(History):
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
+        self._places = self.codec if isinstance(self.codec, Places) else None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
         self.sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
@@ -197,6 +199,7 @@ class KVCache(History):
             if self.sparse is not None and tokens is None:
                 blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
+        self._prefetch(layer + 1)
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
@@ -210,16 +213,31 @@ class KVCache(History):
         self.phase = "context"
         self._written.clear()
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keys and values of a layer whose attention nobody needs (the last one, in the context pass)."""
+    @property
+    def observes(self) -> bool:
+        """Whether the policy looks at queries, so that the context pass must compute those of the last layer too."""
+        return overrides(self.policy, "observe")
+
+    def write(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        """Keys and values of a layer whose attention nobody needs (the last one, in the context pass).
+
+        Args:
+            layer: 0-based.
+            k, v: ``[b, n, heads, head_dim]`` before rotary embedding.
+            q: the queries, for a policy that ``observes`` them.
+        """
         chunk, stage = self._in_chunk("write")
         if stage != "context":
             raise ValueError("write belongs to the context pass; call begin_context first")
+        if q is None and self.observes:
+            raise ValueError("this memory policy observes queries; give write the q of this layer too")
         skipped = chunk.skip * self.geometry.tokens_per_frame
+        self.scratch.begin()
         for bank in self.banks[layer]:
-            self._current(
-                bank, self.heads(k, bank)[:, skipped:], self.heads(v, bank)[:, skipped:], stage, None
-            )
+            k_group, v_group = (self.heads(x, bank)[:, skipped:] for x in (k, v))
+            k_group, v_group = self._current(bank, k_group, v_group, stage, None)
+            if q is not None:
+                self._view(bank, self.heads(q, bank), k_group, v_group, stage)
         self._written.add(layer)
 
     def commit(self) -> None:
@@ -242,6 +260,7 @@ class KVCache(History):
             self.newest = self.next_frame
             self.num_chunks += 1
         self._end()
+        self._prefetch(0)  # while the caller decodes pictures
 
     def begin_fused(self, frames: int) -> FusedPass | None:
         """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
@@ -353,6 +372,13 @@ class KVCache(History):
         bank.notes.clear()
         if self.codec is not None:
             bank.recode()
+
+    def _prefetch(self, layer: int) -> None:
+        """Tell a codec with an archive which blocks will be read next."""
+        if self._places is not None:
+            row = self.banks[layer % len(self.banks)]
+            entries = [entry for bank in row for entry in bank.entries if entry.codec is self.codec]
+            self._places.prefetch([entry.packed for entry in entries])
 
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None

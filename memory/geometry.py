@@ -20,6 +20,8 @@ class KVGeometry:
     batch: int = 1
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    fingerprint: str | None = None
+    """Short name of the weights, to refuse head profiles of another model; None is not checked."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "batch"):

@@ -68,8 +68,4 @@ class SparseMaps:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for byte accounting."""
         for blocks in self._maps.values():
-            yield blocks.indices
-            yield blocks.counts
-            for plan in blocks.plans.values():
-                for gather in plan:
-                    yield from gather.tensors()
+            yield from blocks.tensors()

@@ -27,9 +27,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("convert", "Write any checkpoint as one folder: diffusers' layout and streamvid.json."),
     "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
     "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
+    "profile-heads": ("profile_heads", "Label the attention heads of a model once, for memory policies."),
     "bench cpu-core": ("bench_cpu_core", "Seconds a chunk on a CPU, against plain diffusers blocks."),
+    "bench codecs": ("bench_codecs", "Error, bytes and time of every KV codec on a model's keys and values."),
     "draft": ("draft", "A clip whose chunks a cheap model drafts and another answers for."),
     "doctor": ("doctor", "What is usable on this machine, why not, and the one command that adds it."),
+    "kernels check": (
+        "kernels_check",
+        "Compile the GPU kernels without a GPU and hold them to their limits.",
+    ),
+    "kernels tune": ("kernels_tune", "Measure tile sizes on this GPU, once, and keep the fastest."),
+    "bench kernels": (
+        "bench_kernels",
+        "Attention: grouped and block-sparse against dense, with the floor on a GPU.",
+    ),
+    "bench gpu-forward": (
+        "bench_gpu_forward",
+        "Whole forward of the 1.3B geometry with random weights, on a GPU.",
+    ),
     "compare": (
         "compare",
         "Settings side by side on the same prompts and noise: rows, tables, one report page.",

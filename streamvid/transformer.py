@@ -160,8 +160,8 @@ class CausalWan:
         shift, scale, *_ = modulation.blocks[last]
         block = self.model.blocks[last]
         a = self._modulated(layer_norm(h, block.norm1), shift, scale)
-        _, k, v = self._qkv(block.attn1, a, need_q=False)
-        cache.write(last, k, v)
+        q, k, v = self._qkv(block.attn1, a, need_q=cache.observes)
+        cache.write(last, k, v, q if cache.observes else None)
 
     @torch.no_grad()
     def fused_pass(

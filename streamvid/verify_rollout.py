@@ -17,9 +17,17 @@ from streamvid.checkpoints import load_transformer
 from streamvid.errors import CheckpointError
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.memory.cache import KVCache
+from streamvid.memory.policy import MemoryPolicy
 from streamvid.recache import recache, recache_frames
 from streamvid.schedule import FlowSchedule
 from streamvid.transformer import CausalWan
+from streamvid.verify_policies import (
+    deep_forcing_choice,
+    deep_forcing_contents,
+    deep_forcing_of,
+    forcing_kv_contents,
+    forcing_kv_of,
+)
 from streamvid.verify_units import max_abs
 from streamvid.verify_vae import ABSOLUTE_LIMIT, Deviation
 
@@ -39,14 +47,13 @@ def verify_rollout(folder: Path) -> list[Deviation]:
     return _Replay(folder).run()
 
 
-def policy_spec(config: dict[str, Any]) -> str:
-    """The memory policy a recorded configuration asks for, in text form."""
+def policy_of(config: dict[str, Any]) -> str | MemoryPolicy:
+    """The memory policy a recorded configuration asks for."""
     model = config["model"]
-    for name in ("deepforcing", "forcingkv", "rollingforcing"):
-        if name in config:
-            raise CheckpointError(
-                f"the case needs the policy of {name!r}, which this verifier does not replay"
-            )
+    if "deepforcing" in config:
+        return deep_forcing_of(config)
+    if "forcingkv" in config:
+        return forcing_kv_of(config)
     window, sink = model.get("local_attn_size", -1), model.get("sink_size", 0)
     return "full" if window < 0 else f"window:size={window},sink={sink}"
 
@@ -59,14 +66,14 @@ class _Replay:
         self.case = read_weights(folder / "case.safetensors").tensors
         self.dtype = getattr(torch, self.config["compute_dtype"])
         self.net = CausalWan(
-            load_transformer(_weights(folder), dtype=self.dtype, config=self.config["model"])
+            load_transformer(find_weights(folder), dtype=self.dtype, config=self.config["model"])
         )
         self.half = self.dtype != torch.float32
         geometry = self.net.geometry.kv(
             self.config["batch"], self.config["latent_h"], self.config["latent_w"], dtype=self.dtype
         )
         usual = self.config["num_frame_per_block"]
-        self.cache = KVCache(geometry, policy_spec(self.config), chunk_frames=usual, retain=True, parity=True)
+        self.cache = KVCache(geometry, policy_of(self.config), chunk_frames=usual, retain=True, parity=True)
         self.schedule = FlowSchedule(self.config.get("timestep_shift", 8.0))
         self.rope = GridRope(geometry.head_dim, geometry.grid, dtype=torch.complex128)
         self.deviations: list[Deviation] = []
@@ -94,6 +101,8 @@ class _Replay:
             else:
                 x0 = self.case["initial_latent"][:, given : given + frames].to(self.dtype)
                 given += frames
+            if "deepforcing" in self.config:
+                self._compare_all(deep_forcing_choice(self.cache, f"chunk{chunk['index']:02d}"))
             self._context(chunk, x0, prompt)
             self.latents.append(x0)
         self._compare("latents", torch.cat(self.latents, dim=1))
@@ -148,8 +157,13 @@ class _Replay:
         else:
             self.net.context_pass(x0, timestep, prompt, self.cache)
         self.cache.commit()
-        frames = range(chunk["start_frame"], chunk["start_frame"] + chunk["num_frames"])
-        self._windows(name, frames)
+        if "deepforcing" in self.config:
+            self._compare_all(deep_forcing_contents(self.cache, self.rope, name, chunk["num_frames"]))
+        elif "forcingkv" in self.config:
+            self._compare_all(forcing_kv_contents(self.cache, self.rope, name, chunk, self.case))
+        else:
+            frames = range(chunk["start_frame"], chunk["start_frame"] + chunk["num_frames"])
+            self._windows(name, frames)
 
     def _windows(self, name: str, frames: range | None = None) -> None:
         """Compare what the cache holds (of these frames), keys rotated to their absolute positions."""
@@ -163,18 +177,26 @@ class _Replay:
             self._compare(f"{name}/layer{layer}/k", torch.cat(keys, dim=1))
             self._compare(f"{name}/layer{layer}/v", torch.cat([v for _, v in pairs], dim=1))
 
+    def _compare_all(self, ours: dict[str, Tensor]) -> None:
+        for name, tensor in ours.items():
+            self._compare(name, tensor)
+
     def _compare(self, name: str, ours: Tensor) -> None:
         if name not in self.case:
             return
         self.checked.add(name)
         reference = self.case[name]
-        self.deviations.append(max_abs(name, ours, reference, HALF_LIMIT if self.half else ABSOLUTE_LIMIT))
+        limit = HALF_LIMIT if self.half else ABSOLUTE_LIMIT
+        if name.endswith("scores"):  # sums over many queries; what they select must be equal
+            limit *= max(1.0, reference[reference.isfinite()].abs().max().item())
+        self.deviations.append(max_abs(name, ours, reference, limit))
         if self.half and name == "latents":
             error = (ours.double() - reference.double()).square().mean() / reference.double().square().mean()
             self.deviations.append(Deviation(name, error.sqrt().item(), HALF_RELATIVE_LIMIT, "rms relative"))
 
 
-def _weights(folder: Path) -> Path:
+def find_weights(folder: Path) -> Path:
+    """The weight file of a case. Raises CheckpointError when there is none."""
     for name in ("weights.safetensors", "weights.pt", "weights.pth"):
         if (folder / name).is_file():
             return folder / name

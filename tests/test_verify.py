@@ -25,6 +25,11 @@ ROLLOUTS = [
     "sf_ctxnoise",
     "longlive_switch",
     "longlive_switch_globalsink",
+    "rollingforcing",
+    "deepforcing",
+    "deepforcing_sinkonly",
+    "forcingkv",
+    "forcingkv_plain",
 ]
 
 

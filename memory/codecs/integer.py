@@ -43,8 +43,9 @@ class Int8(Codec):
         extra: dict[str, Tensor] = {}
         if self.center and side == "k":
             # Keys are un-rotated here, and rotation differs from token to token: the mean must come back.
-            extra["mean"] = x.float().mean(1, keepdim=True)
-            x = x - extra["mean"]
+            # The rounded mean is what is subtracted, so that its rounding costs nothing.
+            extra["mean"] = x.float().mean(1, keepdim=True).clamp(-65504.0, 65504.0).to(torch.float16)
+            x = x.float() - extra["mean"]
         return quantise(x, self.bits, self._group(x.shape[3]), asymmetric=self.asym) | extra
 
     def unpack(self, parts: dict[str, Tensor], side: Side, out: Tensor) -> None:

@@ -1,5 +1,8 @@
 """The table of memory policies: one line each, one file each. See ``streamvid.memory.policy`` on how to write one."""
 
+from streamvid.memory.policies.deep_forcing import DeepForcing
+from streamvid.memory.policies.dummy_forcing import DummyForcing
+from streamvid.memory.policies.forcing_kv import ForcingKV
 from streamvid.memory.policies.full import Full
 from streamvid.memory.policies.infinity_rope import InfinityRope
 from streamvid.memory.policies.kv_bias import KVBias
@@ -11,6 +14,7 @@ from streamvid.memory.policies.swift import Swift
 from streamvid.memory.policies.tar_van import TarVan
 from streamvid.memory.policies.tempcache import TempCache
 from streamvid.memory.policies.tether import Tether
+from streamvid.memory.policies.tri_attention import TriAttention
 from streamvid.memory.policies.window import Window
 from streamvid.memory.policy import MemoryPolicy
 
@@ -22,6 +26,10 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "rolling_forcing": RollingForcing,
     "tether": Tether,
     "memrope": MemRope,
+    "deep_forcing": DeepForcing,
+    "forcing_kv": ForcingKV,
+    "dummy_forcing": DummyForcing,
+    "tri_attention": TriAttention,
     "kv_bias": KVBias,
     "swift": Swift,
     "tar_van": TarVan,

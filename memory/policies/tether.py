@@ -106,7 +106,7 @@ class Tether(MemoryPolicy):
         if memory:
             old = [entry for entry in recent if entry.frames[0] < chunk.start]
             left = old[: max(0, len(old) - max(self.recent - (chunk.count - chunk.skip), 0))]
-            if left and "query" in bank.notes:
+            if left:
                 self._update(bank, memory, left)
             bank.drop(left)
         elif bank.num_frames + chunk.next_count > self._total:

@@ -12,7 +12,7 @@ from streamvid.kernels.types import KVView
 
 
 @settings(max_examples=20, deadline=None)
-@given(cases(), st.sampled_from(["sdpa", "reference"]))
+@given(cases(), st.sampled_from(["sdpa", "sdpa", "reference", "flex"]))
 def test_attend_equals_dense_attention_with_a_mask(case, backend):
     q, views = case
     expected, expected_lse = expected_attention(q, views)

@@ -118,7 +118,7 @@ def test_forced_blocks_of_deep_cubes_hold_the_last_frame():
 
 
 def test_cubes_fit_the_published_grid():
-    assert auto_cube((8, 8), 3) == (1, 8, 8)
+    assert auto_cube((8, 8), 1) == (1, 8, 8) and auto_cube((8, 8), 3, 256) == (3, 8, 8)
     depth, rows, columns = auto_cube((30, 52), 3)
     assert depth == 3 and 30 % rows == 0 and 52 % columns == 0 and 48 <= depth * rows * columns <= 64
 

@@ -9,7 +9,10 @@ from policy_runs import cache_of, draw, geometry, noisy, run, same_state
 
 from streamvid.memory.policies import POLICIES
 
-NEVER_FULL = {"kv_bias": "lowers the past from the first chunk on"}
+NEVER_FULL = {
+    "kv_bias": "lowers the past from the first chunk on",
+    "forcing_kv": "keeps one sink and one recent frame from the first chunk on, as published",
+}
 """Policies whose output differs from the full cache although nothing is left out, and why."""
 GROWS = {"full"}
 SUMMARIES = {"pruned"}
