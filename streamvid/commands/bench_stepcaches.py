@@ -21,7 +21,7 @@ FEW_STEP = (
 MANY_STEP = (
     "mask:full_steps=16", "taocache:every=3,start=0.2", "adams:every=3,start=0.2", "teacache", "magcache",
     "seacache", "flowcache", "fastercache", "pab", "firstblock", "dbcache", "taylorseer", "adacache", "mixcache",
-    "unicp", "adacorrection", "blocks", "lightningcp", "exit", "motion",
+    "unicp", "adacorrection", "blocks", "lightningcp",
 )  # fmt: skip
 
 
