@@ -5,6 +5,7 @@ Knows nothing of the chunk loop.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,10 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
                 "steps at once; leave it out"
             )
     pipe.sessions.check()
-    geometry = pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device)
+    geometry = replace(
+        pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+        fingerprint=pipe.components.fingerprint,
+    )
     if codec is None:
         check_room(geometry, policy, config, len(sampler.branches))
     start = prepare_start(pipe, options, rule, (height, width))
