@@ -3,19 +3,16 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import cases, expected, plain
+from kernel_cases import NO_KERNELS, cases, expected, plain
 
 pytest.importorskip("triton")
 
 from streamvid.kernels.attention import attend, merge
-from streamvid.kernels.backends import interpreting
 from streamvid.kernels.configs import Config
 from streamvid.kernels.quantise import quantise
 from streamvid.kernels.types import BlockMap, Blocks, KVView
 
-pytestmark = pytest.mark.skipif(
-    not interpreting(), reason="needs TRITON_INTERPRET=1 (set when there is no GPU)"
-)
+pytestmark = pytest.mark.skipif(bool(NO_KERNELS), reason=NO_KERNELS)
 
 
 @settings(max_examples=12, deadline=None)
