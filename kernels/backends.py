@@ -98,10 +98,6 @@ def _shapes(
     return torch.empty_like(q), lse
 
 
-def _meta_only(device: torch.device, dtype: torch.dtype) -> str:
-    return "" if device.type == "meta" else "it computes nothing; memory plans run it on meta tensors"
-
-
 def _always(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
@@ -216,3 +212,6 @@ BACKENDS: dict[str, Backend] = {
     ),
 }
 """Name to backend. ``flash`` and ``sage`` answer calls with a bias or a log-sum-exp through ``sdpa``."""
+
+SHAPES = Backend("shapes", _shapes, _always)
+"""What every call on ``meta`` tensors goes to, in no table: right shapes, nothing computed. Memory plans run on it."""

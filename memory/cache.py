@@ -27,6 +27,7 @@ from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
+from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
@@ -90,6 +91,7 @@ class KVCache(History):
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
+        self._places = self.codec if isinstance(self.codec, Places) else None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
         self.sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
@@ -197,6 +199,7 @@ class KVCache(History):
             if self.sparse is not None and tokens is None:
                 blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
+        self._prefetch(layer + 1)
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
@@ -257,6 +260,7 @@ class KVCache(History):
             self.newest = self.next_frame
             self.num_chunks += 1
         self._end()
+        self._prefetch(0)  # while the caller decodes pictures
 
     def begin_fused(self, frames: int) -> FusedPass | None:
         """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
@@ -368,6 +372,13 @@ class KVCache(History):
         bank.notes.clear()
         if self.codec is not None:
             bank.recode()
+
+    def _prefetch(self, layer: int) -> None:
+        """Tell a codec with an archive which blocks will be read next."""
+        if self._places is not None:
+            row = self.banks[layer % len(self.banks)]
+            entries = [entry for bank in row for entry in bank.entries if entry.codec is self.codec]
+            self._places.prefetch([entry.packed for entry in entries])
 
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None

@@ -74,6 +74,7 @@ def verify_case(folder: Path) -> CaseResult:
 
 
 def _kind(config: dict[str, Any], names: set[str]) -> tuple[str, Callable[[Path], list[Deviation]]]:
+    from streamvid.verify_rolling import verify_rolling
     from streamvid.verify_rollout import verify_rollout
     from streamvid.verify_units import verify_schedule, verify_units
 
@@ -81,6 +82,8 @@ def _kind(config: dict[str, Any], names: set[str]) -> tuple[str, Callable[[Path]
         return "wan_vae", VERIFIERS["wan_vae"]
     if "decoded_raw" in names:
         return "taehv", VERIFIERS["taehv"]
+    if "windows" in config and "noise" in names:
+        return "joint window rollout", verify_rolling
     if "chunks" in config and "noise" in names:
         return "rollout", verify_rollout
     if any(name.endswith("/sigmas") for name in names):

@@ -50,10 +50,6 @@ def verify_rollout(folder: Path) -> list[Deviation]:
 def policy_of(config: dict[str, Any]) -> str | MemoryPolicy:
     """The memory policy a recorded configuration asks for."""
     model = config["model"]
-    if "rollingforcing" in config:
-        raise CheckpointError(
-            "the case needs the joint-window sampler of Rolling Forcing, which this verifier does not replay"
-        )
     if "deepforcing" in config:
         return deep_forcing_of(config)
     if "forcingkv" in config:
@@ -70,7 +66,7 @@ class _Replay:
         self.case = read_weights(folder / "case.safetensors").tensors
         self.dtype = getattr(torch, self.config["compute_dtype"])
         self.net = CausalWan(
-            load_transformer(_weights(folder), dtype=self.dtype, config=self.config["model"])
+            load_transformer(find_weights(folder), dtype=self.dtype, config=self.config["model"])
         )
         self.half = self.dtype != torch.float32
         geometry = self.net.geometry.kv(
@@ -199,7 +195,8 @@ class _Replay:
             self.deviations.append(Deviation(name, error.sqrt().item(), HALF_RELATIVE_LIMIT, "rms relative"))
 
 
-def _weights(folder: Path) -> Path:
+def find_weights(folder: Path) -> Path:
+    """The weight file of a case. Raises CheckpointError when there is none."""
     for name in ("weights.safetensors", "weights.pt", "weights.pth"):
         if (folder / name).is_file():
             return folder / name

@@ -25,6 +25,7 @@ ROLLOUTS = [
     "sf_ctxnoise",
     "longlive_switch",
     "longlive_switch_globalsink",
+    "rollingforcing",
     "deepforcing",
     "deepforcing_sinkonly",
     "forcingkv",
