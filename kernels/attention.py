@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, SHAPES, Backend
 from .blocks import attend_blocks
 from .quantise import dequantise
 from .rope import rotate
@@ -69,6 +69,8 @@ def find_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> B
         name, _ = choose_backend(device, dtype)
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r} (allowed: auto, {', '.join(sorted(BACKENDS))})")
+    if device.type == "meta":
+        return SHAPES
     backend = BACKENDS[name]
     reason = backend.missing(device, dtype)
     if reason:

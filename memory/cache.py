@@ -27,6 +27,7 @@ from streamvid.kernels.selectors import Selector
 from streamvid.kernels.types import KVView
 from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
+from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
@@ -90,6 +91,7 @@ class KVCache(History):
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
+        self._places = self.codec if isinstance(self.codec, Places) else None
         self.scratch = Scratch(geometry.dtype, geometry.device, fill)
         precision = torch.complex128 if parity else torch.complex64
         self.sparse = None if sparse is None else SparseMaps(sparse, geometry.grid)
@@ -182,7 +184,9 @@ class KVCache(History):
         for bank in self.banks[layer]:
             q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
-            view = self._view(bank, q_group, k_group, v_group, stage)
+            key = bank.layer, bank.group
+            # Statistics are of whole passes: a policy is not shown the queries of a token subset.
+            view = self._view(bank, q_group, k_group, v_group, stage) if tokens is None else self.views[key]
             table = view.query_table if tokens is None else view.query_table[tokens]
             q_group = rotate(q_group, table)
             queries.append((bank, q_group))
@@ -195,8 +199,9 @@ class KVCache(History):
                 self.watch(stage, bank, view, q_group, keys)
             blocks = None
             if self.sparse is not None and tokens is None:
-                blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
+                blocks = self.sparse.map(key, view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
+        self._prefetch(layer + 1)
         self._calls[layer] += 1
         if stage == "context":
             self._written.add(layer)
@@ -257,6 +262,7 @@ class KVCache(History):
             self.newest = self.next_frame
             self.num_chunks += 1
         self._end()
+        self._prefetch(0)  # while the caller decodes pictures
 
     def begin_fused(self, frames: int) -> FusedPass | None:
         """Start the context pass of this chunk fused with the first step of the next one, of ``frames`` latent frames.
@@ -368,6 +374,13 @@ class KVCache(History):
         bank.notes.clear()
         if self.codec is not None:
             bank.recode()
+
+    def _prefetch(self, layer: int) -> None:
+        """Tell a codec with an archive which blocks will be read next."""
+        if self._places is not None:
+            row = self.banks[layer % len(self.banks)]
+            entries = [entry for bank in row for entry in bank.entries if entry.codec is self.codec]
+            self._places.prefetch([entry.packed for entry in entries])
 
     def _end(self) -> None:
         self.phase, self.chunk = "idle", None

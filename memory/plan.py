@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from streamvid.memory.cache import KVCache
 from streamvid.memory.codecs import CODECS, KVCodec, PackedKV, make_codec, packed_bytes
+from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
@@ -50,6 +52,9 @@ class MemoryPlan:
     """Latent frames held between chunks."""
     dense: int
     """Bytes of the committed tokens without a codec."""
+    host: int
+    """Bytes of the archive on the host (codec ``offload``); the staging of up to two layers' packed blocks on the
+    device is not part of ``peak``."""
     frames: int
     """Latent frames of the stream that the plan is for."""
     grows: bool
@@ -68,6 +73,8 @@ class MemoryPlan:
             ("layer scratch", format_bytes(self.scratch)),
             ("peak", format_bytes(self.peak) + (f" after {self.frames} latent frames" if self.grows else "")),
         ]
+        if self.host:
+            rows.append(("on the host", format_bytes(self.host)))
         if self.budget is not None:
             rows.append(("budget", format_bytes(self.budget)))
         if self.longest is not None:
@@ -166,6 +173,21 @@ class _Sizes:
     def nbytes(self, packed: PackedKV) -> int:
         return packed.nbytes
 
+    def recode(self, packed: PackedKV, *, region: str, age: int) -> PackedKV:
+        same = self.tier(region, age) == packed.tier
+        return packed if same else self.encode(*self.decode(packed), region=region, age=age)
+
+    def prefetch(self, blocks: Sequence[PackedKV]) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def host_nbytes(self, packed: PackedKV) -> int:
+        return self.codec.host_nbytes(packed) if isinstance(self.codec, Places) else 0
+
+    @property
+    def staged_nbytes(self) -> int:
+        return 0
+
 
 @lru_cache(maxsize=64)
 def _simulate(setup: _Setup, frames: int) -> tuple[list[MemoryReport], bool]:
@@ -177,7 +199,6 @@ def _simulate(setup: _Setup, frames: int) -> tuple[list[MemoryReport], bool]:
         setup.policy,
         codec,
         chunk_frames=setup.chunk_frames,
-        backend="shapes",
         **dict(setup.settings),
     )
     patience = max(6, 3 * _span(setup))
@@ -234,6 +255,7 @@ def _project(setup: _Setup, frames: int | None) -> MemoryPlan:
         peak=last.peak,
         held=level.frames,
         dense=level.dense,
+        host=level.host,
         frames=setup.chunk_frames * len(reports),
         grows=grows,
         budget=None,
@@ -269,6 +291,7 @@ def _extend(setup: _Setup, result: MemoryPlan, reports: list[MemoryReport], fram
         peak=further(last.peak, before.peak),
         held=further(last.frames, before.frames),
         dense=further(last.dense, before.dense),
+        host=further(last.host, before.host),
         frames=frames,
     )
 

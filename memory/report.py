@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from streamvid.memory.codecs.base import Places
+
 if TYPE_CHECKING:
     from streamvid.memory.bank import Bank
     from streamvid.memory.history import History
@@ -30,6 +32,8 @@ class MemoryReport:
     """Largest ``total`` since the cache was made."""
     frames: int = 0
     """Latent frames held by the bank that holds most."""
+    host: int = 0
+    """Bytes of archived blocks on the host (codec ``offload``); in no other number here."""
     dense: int = 0
     """Bytes of the committed tokens uncompressed in the cache's dtype: what a codec is measured against."""
 
@@ -40,7 +44,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Everything reachable from the cache."""
+        """Everything reachable from the cache, on the device."""
         return self.stored + self.scratch
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,6 +59,7 @@ class MemoryReport:
             "total": self.total,
             "peak": self.peak,
             "frames": self.frames,
+            "host": self.host,
             "dense": self.dense,
         }
 
@@ -62,11 +67,14 @@ class MemoryReport:
 def measure(cache: History) -> MemoryReport:
     """Count what a cache holds now."""
     regions: dict[str, int] = {}
-    free = state = rotated = dense = 0
+    free = state = rotated = dense = host = 0
+    places = cache.codec if isinstance(cache.codec, Places) else None
     for bank in cache.all_banks():
         slot, size = bank.slot_bytes, bank.tokens_per_frame
         for entry in [*bank.entries, *bank.current]:
-            regions[entry.region] = regions.get(entry.region, 0) + entry_bytes(bank, entry)
+            away = places.host_nbytes(entry.packed) if places and entry.codec is places else 0
+            host += away
+            regions[entry.region] = regions.get(entry.region, 0) + entry_bytes(bank, entry) - away
             if entry.region != "current":
                 dense += slot * entry.length // size
         free += slot * len(bank.free)
@@ -76,10 +84,10 @@ def measure(cache: History) -> MemoryReport:
     kept = sum(x.nbytes for pair in cache.kept.values() for x in pair)
     if kept:
         regions["current"] = regions.get("current", 0) + kept
-    scratch = cache.scratch.buffer.nbytes + _table_bytes(cache)
+    scratch = cache.scratch.buffer.nbytes + _table_bytes(cache) + (places.staged_nbytes if places else 0)
     frames = max(bank.num_frames for bank in cache.all_banks())
     total = sum(regions.values()) + free + state + rotated + scratch
-    return MemoryReport(regions, free, state, rotated, scratch, max(cache.peak, total), frames, dense)
+    return MemoryReport(regions, free, state, rotated, scratch, max(cache.peak, total), frames, host, dense)
 
 
 def entry_bytes(bank: Bank, entry: Any) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.codecs import PackedKV
+from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.spec import effective
 
@@ -36,6 +37,8 @@ def _kind(cache: History) -> dict[str, Any]:
 def dump(cache: History) -> dict[str, Tensor]:
     """See `KVCache.state_dict`."""
     tensors: dict[str, Tensor] = {}
+    if isinstance(cache.codec, Places):
+        cache.codec.settle()
     banks = [_dump_bank(bank, tensors) for bank in cache.all_banks()]
     meta = {
         "kind": _kind(cache),
@@ -124,6 +127,8 @@ def _restore_bank(bank: Bank, record: dict[str, Any], state: dict[str, Tensor]) 
     prefix = f"{name}.state."
     bank.state = {k.removeprefix(prefix): v.to(device) for k, v in state.items() if k.startswith(prefix)}
     bank.entries = [_entry(bank, f"{name}.entry{i}", r, state) for i, r in enumerate(record["entries"])]
+    if isinstance(bank.codec, Places):
+        bank.recode()  # back to where each block lay
 
 
 def _fill(bank: Bank, slots: list[int], x: Tensor, values: Tensor) -> None:

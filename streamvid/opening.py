@@ -5,6 +5,7 @@ Knows nothing of the chunk loop.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
 from streamvid.rolling import RollingState
 from streamvid.sampler import make_sampler
-from streamvid.starts import prepare_start
+from streamvid.starts import Start, prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
 from streamvid.stepcache.base import NoCache
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
-    """A stream at frame 0. Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work."""
+def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | None = None) -> VideoStream:
+    """A stream at frame 0; ``start``: one that has been prepared before.
+
+    Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work.
+    """
     from streamvid.stream import VideoStream
 
     config = options.configure(pipe.config)
@@ -83,11 +87,15 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
                 "steps at once; leave it out"
             )
     pipe.sessions.check()
-    geometry = pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device)
+    geometry = replace(
+        pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+        fingerprint=pipe.components.fingerprint,
+    )
     if codec is None:
         check_room(geometry, policy, config, len(sampler.branches))
-    start = prepare_start(pipe, options, rule, (height, width))
-    engine = Engine(pipe.model, pipe.text_encoder, config)
+    if start is None:
+        start = prepare_start(pipe, options, rule, (height, width))
+    engine = Engine(pipe.model, pipe.text_encoder, config, start.condition)
     sides: dict[str, Side] = {}
     for branch in sampler.branches:
         text = options.prompt if branch == "cond" else config.negative_prompt

@@ -21,9 +21,9 @@ from streamvid.rolling import RollingSampler, RollingState, joint_denoiser
 from streamvid.schedule import FlowSchedule
 from streamvid.stepcache.types import ChunkInfo
 from streamvid.transformer import CausalWan
-from streamvid.verify_rollout import find_weights
+from streamvid.verify_rollout import HALF_LIMIT, find_weights
 from streamvid.verify_units import max_abs
-from streamvid.verify_vae import Deviation
+from streamvid.verify_vae import ABSOLUTE_LIMIT, Deviation
 
 INPUTS = ("noise", "prompt_embeds", "denoising_steps")
 
@@ -122,4 +122,5 @@ class _Windows:
 
     def _compare(self, name: str, ours: Tensor) -> None:
         if name in self.case:
-            self.deviations.append(max_abs(name, ours, self.case[name]))
+            limit = ABSOLUTE_LIMIT if self.dtype == torch.float32 else HALF_LIMIT
+            self.deviations.append(max_abs(name, ours, self.case[name], limit))

@@ -50,10 +50,6 @@ def verify_rollout(folder: Path) -> list[Deviation]:
 def policy_of(config: dict[str, Any]) -> str | MemoryPolicy:
     """The memory policy a recorded configuration asks for."""
     model = config["model"]
-    if "rollingforcing" in config:
-        raise CheckpointError(
-            "the case needs the joint-window sampler of Rolling Forcing, which this verifier does not replay"
-        )
     if "deepforcing" in config:
         return deep_forcing_of(config)
     if "forcingkv" in config:

@@ -17,6 +17,7 @@ from streamvid.memory.codecs.prq import Prq
 from streamvid.memory.codecs.quarot import QuaRot
 from streamvid.memory.codecs.qvg import Qvg
 from streamvid.memory.codecs.rotatekv import RotateKV
+from streamvid.memory.offload import Offload
 from streamvid.memory.spec import build
 
 CODECS: dict[str, type[KVCodec]] = {
@@ -32,6 +33,7 @@ CODECS: dict[str, type[KVCodec]] = {
     "nsnquant": NsnQuant,
     "qvg": Qvg,
     "mixed": Mixed,
+    "offload": Offload,
 }
 
 

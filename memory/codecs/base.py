@@ -10,7 +10,7 @@ A new codec is one dataclass with `Codec.pack` and `Codec.unpack`, and one line 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -245,8 +245,36 @@ class Codec(ABC):
                 )
 
 
+@runtime_checkable
+class Places(Protocol):
+    """A codec that also decides where a block lies (`streamvid.memory.offload`). Every call is optional to others."""
+
+    def recode(self, packed: PackedKV, *, region: str, age: int) -> PackedKV:
+        """The block at its new region and age, moved rather than packed anew where that is all that changes."""
+        ...
+
+    def prefetch(self, blocks: Sequence[PackedKV]) -> None:
+        """These blocks will be read next."""
+        ...
+
+    def settle(self) -> None:
+        """Finish all moves: the blocks are about to be read by somebody else."""
+        ...
+
+    def host_nbytes(self, packed: PackedKV) -> int:
+        """Bytes of the block that are not on the device."""
+        ...
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes on the device that belong to blocks on their way."""
+        ...
+
+
 def recode(codec: KVCodec, packed: PackedKV, *, region: str, age: int) -> PackedKV:
     """The block as the codec wants it at its new place: the same object, or a re-encoded one in a new tier."""
+    if isinstance(codec, Places):
+        return codec.recode(packed, region=region, age=age)
     if codec.tier(region, age) == packed.tier:
         return packed
     k, v = codec.decode(packed)

@@ -22,8 +22,11 @@ TIERS = ("sink", "recent", "older", "oldest")
 def _tier_codec(spec: str) -> KVCodec:
     from streamvid.memory.codecs import make_codec  # the table imports this file
 
-    if spec.partition(":")[0] == "mixed":
-        raise ValueError("codec mixed: a tier cannot be mixed itself; name another codec")
+    name = spec.partition(":")[0]
+    if name in ("mixed", "offload"):
+        raise ValueError(
+            f"codec mixed: a tier cannot be {name}; name a codec that packs (offload takes mixed inside)"
+        )
     return make_codec(spec.replace(";", ","))
 
 

@@ -1,6 +1,7 @@
 """The table of memory policies: one line each, one file each. See ``streamvid.memory.policy`` on how to write one."""
 
 from streamvid.memory.policies.deep_forcing import DeepForcing
+from streamvid.memory.policies.dummy_forcing import DummyForcing
 from streamvid.memory.policies.forcing_kv import ForcingKV
 from streamvid.memory.policies.full import Full
 from streamvid.memory.policies.infinity_rope import InfinityRope
@@ -13,6 +14,7 @@ from streamvid.memory.policies.swift import Swift
 from streamvid.memory.policies.tar_van import TarVan
 from streamvid.memory.policies.tempcache import TempCache
 from streamvid.memory.policies.tether import Tether
+from streamvid.memory.policies.tri_attention import TriAttention
 from streamvid.memory.policies.window import Window
 from streamvid.memory.policy import MemoryPolicy
 
@@ -26,6 +28,8 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "memrope": MemRope,
     "deep_forcing": DeepForcing,
     "forcing_kv": ForcingKV,
+    "dummy_forcing": DummyForcing,
+    "tri_attention": TriAttention,
     "kv_bias": KVBias,
     "swift": Swift,
     "tar_van": TarVan,

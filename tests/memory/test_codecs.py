@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from streamvid.kernels.quantise import dequantise
 from streamvid.memory.codecs import CODECS, PackedKV, make_codec, packed_bytes, recode
 from streamvid.memory.codecs.mixed import Mixed
+from streamvid.memory.offload import Offload
 
 VARIANTS = [
     "int8:asym=true",
@@ -22,6 +23,7 @@ VARIANTS = [
     "qvg:rule=parity,init=random,centroids=8",
     "qvg:bits=4,stages=3,centroids=4",
     "mixed:recent_frames=0,older=qvg:centroids=4;stages=2",
+    "offload:codec=mixed:recent_frames=2;older=kivi",
 ]
 SPECS = sorted(CODECS) + VARIANTS
 OLD = {"region": "recent", "age": 1000}
@@ -31,6 +33,7 @@ quick = settings(max_examples=12, deadline=None)
 
 def plain(codec):
     """The codec that does the work: a tier's, for a mixed one."""
+    codec = codec.inner if isinstance(codec, Offload) else codec
     return codec.codec(codec.tier(**OLD)) if isinstance(codec, Mixed) else codec
 
 
@@ -217,7 +220,15 @@ def test_a_kernel_reads_the_same_numbers(spec):
     codec = make_codec(spec)
     packed = codec.encode(*numbers((1, 33, 2, 64)), **OLD)
     views = plain(codec).kernel_view(packed)
-    known = ("int8", "int4", "int8:asym=true", "int4:asym=true,group=32", "kivi:bits=4,group=8", "mixed")
+    known = (
+        "int8",
+        "int4",
+        "int8:asym=true",
+        "int4:asym=true,group=32",
+        "kivi:bits=4,group=8",
+        "mixed",
+        "offload",
+    )
     assert (views is not None) == (spec in known)
     for view, wanted in zip(views or (), codec.decode(packed), strict=False):
         torch.testing.assert_close(dequantise(view), wanted, rtol=1e-5, atol=1e-5)
@@ -230,7 +241,11 @@ def test_a_kernel_reads_the_same_numbers(spec):
         ("int4:bits=3", "has no setting 'bits'"),
         ("kivi:bits=3", "setting bits='3'"),
         ("qvg:centroids=300", "allowed: 1 to 256"),
-        ("mixed:older=mixed", "cannot be mixed itself"),
+        ("mixed:older=mixed", "cannot be mixed"),
+        ("mixed:older=offload", "cannot be offload"),
+        ("offload:codec=offload", "cannot be offload again"),
+        ("offload:codec=int9", "unknown codec 'int9'"),
+        ("offload:keep_frames=-1", "allowed: 0 and more"),
         ("mixed:oldest=int2", "only work together"),
         ("mixed:older=int9", "unknown codec 'int9'"),
         ("rotatekv:clip=2", "allowed: 0.5 to 1"),
