@@ -140,6 +140,8 @@ def write_mp4(path: Path, lanes: list[Lane], last: int | None) -> int:
     """Write the kept frames as MP4, lanes side by side. Returns the number of frames."""
     from streamvid.video_io import VideoWriter
 
+    if not lanes:
+        raise StreamvidError("no stream is open; start one first")
     clips = [lane.frames(last) for lane in lanes]
     count = min(len(clip) for clip in clips)
     pictures = np.concatenate([clip[-count:] for clip in clips], axis=2)

@@ -100,7 +100,8 @@ const TAKERS = {
 function hello(message) {
   page.model = message;
   page.token = message.token;
-  at("model").textContent = `${message.model} · ${message.width}×${message.height} · ${message.layers} layers · ` +
+  at("model").title = message.model;
+  at("model").textContent = `${message.model.split("/").slice(-2).join("/")} · ${message.width}×${message.height} · ${message.layers} layers · ` +
     `${message.device} ${message.dtype}`;
   const kinds = Object.entries(message.choices.transitions);
   at("transition").replaceChildren(...kinds.map(([name, text]) => new Option(name, name, false, name === "cross")));

@@ -181,28 +181,34 @@ async def _serve_tab(ws: WebSocket, hub: Hub, tabs: dict[str, Session]) -> None:
     try:
         emit({"type": "loading", "model": session.model})
         await _answer(hub, session, emit, None)
-        while True:
-            text = await ws.receive_text()
+        while (text := await _next_text(ws)) is not None:
             session.heard()
             if len(text) > MAX_MESSAGE:
                 emit({"type": "error", "text": "the message is too long"})
                 continue
             await _receive(hub, session, emit, text)
-    except WebSocketDisconnect:
-        pass
     finally:
         sender.cancel()
         tabs.pop(session.token, None)
         await asyncio.to_thread(session.close)
 
 
+async def _next_text(ws: WebSocket) -> str | None:
+    """The next message of the page; None when it has gone, or speaks another language than text."""
+    try:
+        return await ws.receive_text()
+    except (WebSocketDisconnect, RuntimeError, KeyError):  # gone, gone while something was sent, binary
+        return None
+
+
 async def _send(ws: WebSocket, outbox: asyncio.Queue) -> None:
-    while True:
-        message = await outbox.get()
-        if isinstance(message, bytes):
-            await ws.send_bytes(message)
-        else:
-            await ws.send_text(json.dumps(message))
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the page has gone; the reader notices too
+        while True:
+            message = await outbox.get()
+            if isinstance(message, bytes):
+                await ws.send_bytes(message)
+            else:
+                await ws.send_text(json.dumps(message))
 
 
 async def _receive(hub: Hub, session: Session, emit: Any, text: str) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_PROMPT = 2000
 """Characters of one prompt."""
+PLANNED = 10
+"""Times the trained length for which a memory that grows is planned."""
 MAX_SPEC = 300
 """Characters of a plug-in's text form."""
 
@@ -92,11 +94,7 @@ def choices(pipe: StreamPipeline) -> dict[str, Any]:
     from streamvid.prompts import TRANSITIONS
     from streamvid.stepcache import STEP_CACHES
 
-    usable = {
-        name: backend.missing(pipe.device, pipe.dtype)
-        for name, backend in BACKENDS.items()
-        if name != "shapes"
-    }
+    usable = {name: backend.missing(pipe.device, pipe.dtype) for name, backend in BACKENDS.items()}
     chosen, reason = choose_backend(pipe.device, pipe.dtype, head_dim=pipe.model.geometry.head_dim)
     return {
         "memory": {name: _plugin(cls) for name, cls in POLICIES.items()},
@@ -127,7 +125,7 @@ def _plugin(cls: type) -> dict[str, Any]:
         else:
             default = ""  # must be given
         fields.append({"name": field.name, "default": default})
-    return {"about": " ".join(text.split()), "fields": fields}
+    return {"about": " ".join(text.replace("``", "").split()), "fields": fields}
 
 
 def _text(value: Any) -> str:
@@ -154,7 +152,7 @@ def memory_cost(pipe: StreamPipeline, memory: str, codec: str) -> dict[str, Any]
         policy=memory or default_memory(config),
         codec=codec or config.codec,
         chunk_frames=config.chunk_latents,
-        frames=config.trained_latents,
+        frames=PLANNED * config.trained_latents,
     )
     return {
         "rows": found.rows(),
@@ -164,6 +162,6 @@ def memory_cost(pipe: StreamPipeline, memory: str, codec: str) -> dict[str, Any]
         "held": found.held,
         "grows": found.grows,
         "text": f"{format_bytes(found.stored)} for {found.held} latent frames"
-        + (", growing" if found.grows else "")
+        + (f" after {found.frames} and growing" if found.grows else "")
         + f"; peak {format_bytes(found.peak)}",
     }

@@ -86,7 +86,7 @@ export class Stage {
   }
 
   tick(now) {
-    const seconds = Math.min(0.25, (now - this.last) / 1000);
+    const seconds = Math.min(1, (now - this.last) / 1000);
     this.last = now;
     if ((this.playing || this.allowed > 0) && this.waiting) {
       this.due += seconds * Math.max(1, this.rate());
