@@ -29,7 +29,8 @@ FLAGS = [
     "--disable-sync", "--no-first-run",
 ]  # fmt: skip
 CURRENT = """() => { const c = streamvid.stage.screens[0].current;
-  return {frame: c.frame, chunk: c.header.index, size: [c.picture.height, c.picture.width], data: [...c.picture.data]}; }"""
+  return {frame: c.frame, chunk: c.header.index, size: [c.picture.height, c.picture.width],
+    data: [...c.picture.data]}; }"""
 RATES = """() => { const s = streamvid.stage;
   return {shown: s.shownRate(), made: s.madeRate, frames: s.screens[0].shown}; }"""
 FPS = 24.0

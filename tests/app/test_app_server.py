@@ -1,4 +1,4 @@
-"""The web application of the demo over its routes, and the command's refusals. No browser and no model but a random one."""
+"""The web application of the demo over its routes, and the command's refusals. No browser; a random model."""
 
 from __future__ import annotations
 
