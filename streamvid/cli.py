@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("convert", "Write any checkpoint as one folder: diffusers' layout and streamvid.json."),
     "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),
     "calibrate": ("calibrate", "Measure a model's steps once, for step caches."),
+    "bench stepcaches": ("bench_stepcaches", "What each step cache saves, timed side by side."),
     "profile-heads": ("profile_heads", "Label the attention heads of a model once, for memory policies."),
     "bench cpu-core": ("bench_cpu_core", "Seconds a chunk on a CPU, against plain diffusers blocks."),
     "bench codecs": ("bench_codecs", "Error, bytes and time of every KV codec on a model's keys and values."),

@@ -48,6 +48,8 @@ class StreamConfig:
     """Steps of the many-step sampler; None selects the few-step re-noising sampler."""
     joint_window: bool = False
     """Several chunks in flight at rising noise, one step apart (Rolling Forcing); needs memory rolling_forcing."""
+    solver: str = "unipc"
+    """Of the many-step sampler: ``unipc`` or ``euler``."""
     trained_latents: int = 21
     """Latent frames the model was trained on: the range of temporal positions it has seen."""
     vae_scale_temporal: int = 4

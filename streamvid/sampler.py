@@ -255,12 +255,12 @@ class ManyStepSampler(SampleBase):
         super().__init__(scheduler.timesteps.tolist(), scheduler.sigmas[:num_steps].tolist(), guidance_scale)
 
     @classmethod
-    def from_config(cls, config: StreamConfig, solver: Solver = "unipc") -> ManyStepSampler:
+    def from_config(cls, config: StreamConfig) -> ManyStepSampler:
         return cls(
             config.num_inference_steps or 50,
             config.timestep_shift,
             config.guidance_scale,
-            solver,
+            config.solver,  # type: ignore[arg-type]
             config.num_train_timesteps,
         )
 

@@ -48,8 +48,9 @@ def apply_change(state: StreamState, change: Change | None, engine: Engine) -> N
 
 def _cut(state: StreamState, embeds: Tensor, engine: Engine) -> None:
     engine.set_embeds(state.sides["cond"], embeds)
-    for cache in state.caches():
-        cache.reset()
+    kept = [cache.scene_cut() for cache in state.caches()]  # every one is told, whatever the first answers
+    if all(kept):
+        return  # the policy itself makes the cut, by a gap in time (Infinity-RoPE), and its history goes on
     if state.decoder is not None:
         state.decoder.reset()
     state.recent.clear()

@@ -546,3 +546,20 @@ def test_a_failed_chunk_leaves_the_stream_as_it_was(pipe) -> None:
     stream.on_step = None
     made += [chunk.frames.clone() for chunk in islice(stream.chunks(), 2)]
     assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True))
+
+
+def test_a_policy_may_make_the_cut_its_own_way(pipe) -> None:
+    stream = pipe.stream(A, output_type="latent", memory="infinity_rope")
+    blocks = stream.chunks()
+    for _ in range(3):
+        next(blocks)
+    receipt = stream.cut(B)
+    later = stream.set_prompt(A, at_frame=receipt.frame + 1)
+    assert (receipt.frame, later.frame) == (33, 45), "decoding goes on, so no chunk is shortened"
+    assert next(blocks).prompt == B and rows(stream), "the history is kept"
+
+
+def test_prompt_changes_reach_the_memory_policy(pipe) -> None:
+    _, stream, _ = run_switch(pipe, "swift", memory="swift:size=9,shortest=6")
+    regions = {entry.region for bank in cache_of(stream).all_banks() for entry in bank.entries}
+    assert {"bridge", "anchors"} & regions

@@ -49,6 +49,8 @@ class _Session(Session):
 class EarlyExit(StepCache):
     """Leave a chunk once x0 changes less than ``threshold`` between two steps; the rest is reused."""
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"fresh"})
+    why_not: ClassVar[str] = "between neighbours of many steps x0 changes little long before it is right"
     name: ClassVar[str] = "exit"
     neutral: ClassVar[str] = "exit:threshold=0"
     lively: ClassVar[str] = "exit:threshold=100"

@@ -52,6 +52,10 @@ class _Session(Session):
 class MotionPrior(StepCache):
     """Skip steps in chunks whose predecessor moved less than ``threshold``."""
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"fresh"})
+    why_not: ClassVar[str] = (
+        "skipping all but the first and the last of many steps is no prior; use flowcache"
+    )
     name: ClassVar[str] = "motion"
     neutral: ClassVar[str] = "motion:threshold=0"
     lively: ClassVar[str] = "motion:threshold=1.1"
