@@ -16,8 +16,9 @@ One chunk, and the hooks in the order in which they are called (all optional; th
 2. noisy passes, any number: attention over the planned view and the current chunk.
    ``refine(bank, plan, seen) -> Plan | None`` in the FIRST noisy pass only, before attention: the same plan with other
    positions or with a token selection (``Plan.select``), frozen for the rest of the chunk. Deep Forcing's parity mode.
-   ``observe(bank, seen)`` in every pass and in the context pass: accumulate statistics of queries into ``bank.notes``
-   (dropped with the chunk unless ``commit`` copies them into ``bank.state``). Never keep whole queries without need.
+   ``observe(bank, seen)`` in every pass over all tokens (not of a token subset) and in the context pass: accumulate
+   statistics of queries into ``bank.notes`` (dropped with the chunk unless ``commit`` copies them into ``bank.state``).
+   Never keep whole queries without need.
 3. the context pass (clean latents): attention once more, ``observe`` with ``seen.stage == "context"``.
 4. ``commit(bank, chunk)``, once a bank, in order of layers, after the whole context pass: the ONLY place that may
    change a bank. The chunk's frames have been appended to ``bank.entries`` with region "recent"; now score, select,
