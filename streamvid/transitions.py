@@ -54,6 +54,8 @@ def _cut(state: StreamState, embeds: Tensor, engine: Engine) -> None:
         return  # the policy itself makes the cut, by a gap in time (Infinity-RoPE), and its history goes on
     if state.decoder is not None:
         state.decoder.reset()
+    if state.rolling is not None:
+        state.rolling.chunks.clear()
     state.recent.clear()
     state.at = replace(state.at, restart=True)
 
