@@ -1,0 +1,120 @@
+"""Stage 3 of training: the causal transformer, by flow matching with teacher forcing over chunks."""
+
+import copy
+import logging
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from streamvid.tiny.data import Batch, Pool, make_batch
+from streamvid.tiny.dit import TeacherForcing, adam_parameters, make_transformer, rotation, run, text_keys
+from streamvid.tiny.optim import MuonAdam, rate
+from streamvid.tiny.runs import Run
+from streamvid.tiny.text import embed
+
+log = logging.getLogger(__name__)
+SHIFT = 4.0  # training noise leans to the high levels at which the few-step sampler works
+CONTEXT_NOISE = 0.15  # largest sigma of the noise on clean context, in 60 % of the chunks
+EMA = 0.997
+
+
+def bias_of(sees: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[w, queries, keys] of chunks, bool, to an additive bias over tokens [w, 1, q tokens, k tokens]."""
+    bias = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, float("-inf"))
+    return bias.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2)[:, None]
+
+
+def flow_loss(
+    model: WanTransformer3DModel, batch: Batch, text: torch.Tensor, seed: int, step: int
+) -> dict[str, torch.Tensor]:
+    """Flow-matching loss of a batch; `text` [captions, text_len, text_dim]. Parts: first chunks and continuations."""
+    device = text.device
+    generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + step)
+    count, contexts = len(batch.latents), batch.windows * batch.clean
+    context = slice(batch.alone, batch.alone + contexts)
+    u = torch.rand(count, generator=generator)
+    sigma = SHIFT * u / (1 + (SHIFT - 1) * u)
+    sigma[torch.rand(count, generator=generator) < 0.1] = 1.0
+    noisy_context = torch.rand(contexts, generator=generator) < 0.6
+    sigma[context] = torch.rand(contexts, generator=generator) * CONTEXT_NOISE * noisy_context
+    noise = torch.randn(batch.latents.shape, generator=generator)
+    level = sigma[:, None, None, None, None]
+    x = (1 - level) * batch.latents + level * noise
+    timestep = 1000 * sigma
+    timestep[context] = 0.0
+    size = batch.latents.shape[-2:]
+    tokens = batch.latents.shape[1] * size[0] * size[1]
+    attend = TeacherForcing(
+        alone=batch.alone,
+        windows=batch.windows,
+        clean=batch.clean,
+        noisy=batch.noisy,
+        factors=rotation(model, batch.base.to(device), *size),
+        clean_bias=bias_of(batch.clean_sees.to(device), tokens),
+        noisy_bias=bias_of(batch.noisy_sees.to(device), tokens),
+    )
+    which = batch.which.to(device)
+    flow = run(model, x.to(device), timestep.to(device), text_keys(model, text), which, attend)
+    error = (flow - (noise - batch.latents).to(device)).pow(2).flatten(1).mean(1)
+    error = torch.cat([error[: context.start], error[context.stop :]])
+    weight = batch.weight.to(device)
+    first, later = error[: batch.alone].mean(), error[batch.alone :]
+    later = (later * weight[batch.alone :]).sum() / weight[batch.alone :].sum().clamp(min=1)
+    return {"loss": first + later, "first": first, "later": later}
+
+
+@torch.no_grad()
+def update_ema(ema: WanTransformer3DModel, model: WanTransformer3DModel, decay: float) -> None:
+    """Moves the averaged weights towards the current ones."""
+    torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
+
+
+def train_dit(
+    folder: Path,
+    minutes: float,
+    pool: Pool,
+    encoder,
+    tokenizer,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    lr: float = 5e-3,
+    alone: int = 16,
+    budget: int = 40,
+    model: WanTransformer3DModel | None = None,
+) -> WanTransformer3DModel:
+    """Trains (or goes on with) the transformer in `folder`; returns the averaged weights."""
+    run_ = Run(folder, minutes)
+    torch.manual_seed(seed)
+    model = (model or make_transformer()).float().to(device).train()
+    ema = copy.deepcopy(model).requires_grad_(False)
+    optimizer = MuonAdam(model.parameters(), lr=lr, adam=adam_parameters(model), adam_ratio=0.4)
+    state = run_.resume()
+    if state:
+        model.load_state_dict(state["model"])
+        ema.load_state_dict(state["ema"])
+        optimizer.load_state_dict(state["optimizer"])
+    means: dict[str, torch.Tensor] = {}
+    while run_.progress < 1:
+        optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=0.6))
+        batch = make_batch(pool, seed, run_.step, alone=alone, budget=budget)
+        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), seed, run_.step)
+        optimizer.zero_grad(set_to_none=True)
+        parts["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        update_ema(ema, model, min(EMA, (1 + run_.step) / (10 + run_.step)))
+        run_.step += 1
+        for name, value in (*parts.items(), ("norm", norm)):
+            means[name] = value.detach() if run_.step == 1 or name not in means else means[name].lerp(value.detach(), 0.04)
+        if run_.step % 20 == 0:
+            run_.log(**means)
+        if run_.due():
+            run_.save(_state(model, ema, optimizer))
+    run_.save(_state(model, ema, optimizer))
+    return ema.eval()
+
+
+def _state(model, ema, optimizer) -> dict:
+    return {"model": model.state_dict(), "ema": ema.state_dict(), "optimizer": optimizer.state_dict()}
