@@ -168,7 +168,9 @@ def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int, cop
         shown = [pool.attributes(clip, c) for c in ids]
         targets = [1.0] * clean
         seen = shown[:-1]
-        if shown[-1] != shown[0] and rng.random() < 0.5:  # a runtime that recomputes its cache for the new prompt
+        if (
+            shown[-1] != shown[0] and rng.random() < 0.5
+        ):  # a runtime that recomputes its cache for the new prompt
             seen = [shown[-1]] * clean
             targets = [float(a == shown[-1]) for a in shown[1:]]
         clean_parts.append(pool.clips[clip, ids[:-1]])

@@ -13,7 +13,17 @@ import cv2
 import numpy as np
 
 from streamvid.tiny.captions import Attributes, parse
-from streamvid.tiny.world import AMPLITUDE, BACKGROUND_RGB, FOLDS, PERIOD, PULSE_PERIOD, RADII, RGB, SIDE, SPIN
+from streamvid.tiny.world import (
+    AMPLITUDE,
+    BACKGROUND_RGB,
+    FOLDS,
+    PERIOD,
+    PULSE_PERIOD,
+    RADII,
+    RGB,
+    SIDE,
+    SPIN,
+)
 from streamvid.tiny.world import coverage as draw
 
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour
@@ -91,7 +101,9 @@ def _moment(cover: np.ndarray, x: float, y: float, fold: int) -> complex:
 def _isolate(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, bool]:
     """Coverage of the object [64, 64], its colour, the background, the spread of the border, and whether it is one."""
     image = frame.astype(np.float32)
-    border = np.concatenate([image[:2].reshape(-1, 3), image[-2:].reshape(-1, 3), image[:, :2].reshape(-1, 3)])
+    border = np.concatenate(
+        [image[:2].reshape(-1, 3), image[-2:].reshape(-1, 3), image[:, :2].reshape(-1, 3)]
+    )
     border = np.concatenate([border, image[:, -2:].reshape(-1, 3)])
     background = np.median(border, 0)
     spread = float(np.abs(border - background).mean())
@@ -138,7 +150,9 @@ def observe(frames: np.ndarray) -> Observation:
             frame = cv2.resize(frame, (SIDE, SIDE), interpolation=cv2.INTER_AREA)
         cover, colour, background, spread, found = _isolate(frame)
         shape, fit, radius, x, y, turns = _shape(cover)
-        rows.append((found, background, spread, colour, (x, y), shape, fit, radius, float(cover.sum()), turns))
+        rows.append(
+            (found, background, spread, colour, (x, y), shape, fit, radius, float(cover.sum()), turns)
+        )
     return Observation(*(np.asarray(column) for column in zip(*rows, strict=True)))
 
 
@@ -147,7 +161,9 @@ def _harmonics(values: np.ndarray, period: float) -> tuple[np.ndarray, np.ndarra
     t = 2 * np.pi * np.arange(len(values)) / period
     basis = np.stack([np.ones_like(t), np.cos(t), np.sin(t), np.cos(2 * t), np.sin(2 * t)], 1)
     solution = np.linalg.lstsq(basis, values, rcond=None)[0]
-    return np.array([solution[1] - 1j * solution[2], solution[3] - 1j * solution[4]]), values - basis @ solution
+    return np.array(
+        [solution[1] - 1j * solution[2], solution[3] - 1j * solution[4]]
+    ), values - basis @ solution
 
 
 def _rests(seen: Observation, shape: str) -> str:

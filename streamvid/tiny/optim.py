@@ -1,6 +1,6 @@
 """Muon for matrices and convolutions, Adam for the rest, in one optimizer; and the learning-rate shape of a timed run.
 
-Muon (Jordan et al. 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by five
+Muon (Jordan et al. 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by a few
 Newton-Schulz iterations. Here in fp32 (bf16 is emulated on many CPUs), with the update scaled to an RMS of 0.2
 (Moonlight, 2025) so that one learning rate serves all shapes. Convolutions are taken as [out, in * taps].
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 
-def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalise(matrices: torch.Tensor, steps: int = 4) -> torch.Tensor:
     """The nearest semi-orthogonal matrices of a batch [n, rows, columns], approximately (Newton-Schulz, quintic)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)

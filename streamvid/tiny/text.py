@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from streamvid.tiny.captions import TABLES, all_words, caption, sample_attributes
 from streamvid.tiny.optim import MuonAdam, rate
-from streamvid.tiny.runs import Run
+from streamvid.tiny.runs import Run, average_gradients, data_seed
 
 log = logging.getLogger(__name__)
 TEXT_LEN = 16
@@ -70,9 +70,7 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> tuple[to
 
 
 @torch.no_grad()
-def embed(
-    encoder: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
-) -> torch.Tensor:
+def embed(encoder: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> torch.Tensor:
     """Embeddings [n, TEXT_LEN, TEXT_DIM]; rows after a prompt are zero, as Wan has it. "" is the empty prompt."""
     device = next(encoder.parameters()).device
     ids, mask = (t.to(device) for t in tokenize(tokenizer, prompts))
@@ -95,17 +93,20 @@ def train_text(
         encoder.load_state_dict(state["model"])
         probe.load_state_dict(state["probe"])
         optimizer.load_state_dict(state["optimizer"])
-    while run.progress < 1:
+    while run.running():
         optimizer.set_lr(lr * rate(run.progress, run.step))
-        loss, right = _probe_loss(encoder, probe, tokenizer, np.random.default_rng([seed, run.step]), device)
+        loss, right = _probe_loss(
+            encoder, probe, tokenizer, np.random.default_rng([data_seed(seed), run.step]), device
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        average_gradients(params)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         run.step += 1
         if run.step % 20 == 0:
             run.log(loss=loss.detach(), right=right)
-        if run.due():
+        if run.due:
             run.save(_state(encoder, probe, optimizer))
     run.save(_state(encoder, probe, optimizer))
     return encoder.eval().requires_grad_(False), tokenizer

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,13 +11,16 @@ from diffusers import WanTransformer3DModel
 from streamvid.tiny.data import Batch, Pool, make_batch
 from streamvid.tiny.dit import TeacherForcing, adam_parameters, make_transformer, rotation, run, text_keys
 from streamvid.tiny.optim import MuonAdam, rate
-from streamvid.tiny.runs import Run
+from streamvid.tiny.runs import Run, average_gradients, data_seed
 from streamvid.tiny.text import embed
 
 log = logging.getLogger(__name__)
 SHIFT = 4.0  # training noise leans to the high levels at which the few-step sampler works
 CONTEXT_NOISE = 0.15  # largest sigma of the noise on clean context, in 60 % of the chunks
 EMA = 0.997
+# (until this part of the budget, first chunks alone, chunks in windows) of a step. First chunks teach how things look,
+# with nothing to copy from, and come first; windows teach motion and memory.
+PLAN = ((0.4, 24, 20), (1.0, 14, 30))
 
 
 def bias_of(sees: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -73,18 +77,20 @@ def update_ema(ema: WanTransformer3DModel, model: WanTransformer3DModel, decay: 
 def train_dit(
     folder: Path,
     minutes: float,
-    pool: Pool,
+    pool: Pool | Callable[[], Pool],
     encoder,
     tokenizer,
     *,
     seed: int = 0,
     device: str = "cpu",
     lr: float = 5e-3,
-    alone: int = 16,
-    budget: int = 40,
+    plan: tuple[tuple[float, int, int], ...] = PLAN,
     model: WanTransformer3DModel | None = None,
 ) -> WanTransformer3DModel:
-    """Trains (or goes on with) the transformer in `folder`; returns the averaged weights."""
+    """Trains (or goes on with) the transformer in `folder`; returns the averaged weights.
+
+    `pool` may be a callable that is asked again at every save: a pool that another process is still filling.
+    """
     run_ = Run(folder, minutes)
     torch.manual_seed(seed)
     model = (model or make_transformer()).float().to(device).train()
@@ -96,22 +102,27 @@ def train_dit(
         ema.load_state_dict(state["ema"])
         optimizer.load_state_dict(state["optimizer"])
     means: dict[str, torch.Tensor] = {}
-    while run_.progress < 1:
+    fill = pool if callable(pool) else (lambda: pool)
+    data = fill()
+    while run_.running():
         optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=0.6))
-        batch = make_batch(pool, seed, run_.step, alone=alone, budget=budget)
-        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), seed, run_.step)
+        alone, budget = next((a, b) for end, a, b in plan if run_.progress <= end)
+        batch = make_batch(data, data_seed(seed), run_.step, alone=alone, budget=budget)
+        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), data_seed(seed), run_.step)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
+        average_gradients(model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         update_ema(ema, model, min(EMA, (1 + run_.step) / (10 + run_.step)))
         run_.step += 1
         for name, value in (*parts.items(), ("norm", norm)):
-            means[name] = value.detach() if run_.step == 1 or name not in means else means[name].lerp(value.detach(), 0.04)
+            means[name] = means.get(name, value.detach()).lerp(value.detach(), 0.04)
         if run_.step % 20 == 0:
             run_.log(**means)
-        if run_.due():
+        if run_.due:
             run_.save(_state(model, ema, optimizer))
+            data = fill()
     run_.save(_state(model, ema, optimizer))
     return ema.eval()
 
