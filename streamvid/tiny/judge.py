@@ -29,6 +29,7 @@ from streamvid.tiny.world import coverage as draw
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour
 BACKGROUND_ERROR = 16.0
 FIT = 0.8  # overlap (intersection over union) with the ideal shape; blur and damage push it down
+SOFT = 4.0  # softness of the edge, relative to the ideal drawing, from which a shape counts as blurred
 HOLDS = 0.8  # part of the frames in which a property must be right
 SIZE_EDGE = float(np.sqrt(RADII["big"] * RADII["small"]))
 SHAPES = tuple(FOLDS)
@@ -45,6 +46,7 @@ class Observation:
     place: np.ndarray  # [n, 2] x, y in pixels from the middle
     shape: np.ndarray  # [n]
     fit: np.ndarray  # [n] overlap with the best shape
+    soft: np.ndarray  # [n] how much softer the edge is than that of the ideal shape; 1 is as sharp
     radius: np.ndarray  # [n] nominal radius of the best shape
     area: np.ndarray  # [n]
     turns: np.ndarray  # [n, 3] phase of the 3-, 4- and 5-fold moment, radians
@@ -124,21 +126,22 @@ def _isolate(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, flo
     return cover, colour, background, spread, bool(alone and 60 <= areas.max() <= 0.5 * SIDE * SIDE)
 
 
-def _shape(cover: np.ndarray) -> tuple[int, float, float, float, float, list[float]]:
-    """Best shape, overlap, radius, x, y and the moment phases of a coverage."""
+def _shape(cover: np.ndarray) -> tuple[int, float, float, float, float, float, list[float]]:
+    """Best shape, overlap, softness, radius, x, y and the moment phases of a coverage."""
     areas, phases = _reference()
     moments = cv2.moments(cover)
     total = max(moments["m00"], 1e-6)
     x, y = moments["m10"] / total + 0.5 - SIDE / 2, moments["m01"] / total + 0.5 - SIDE / 2
     turns = [float(np.angle(_moment(cover, x, y, fold))) for fold in (3, 4, 5)]
-    best = (0, 0.0, 0.0)
+    best = (0, 0.0, 99.0, 0.0)
+    haze = float((cover * (1 - cover)).sum())
     for index, (shape, fold) in enumerate(FOLDS.items()):
         radius = float(np.sqrt(total / areas[shape]))
         angle = (turns[fold - 3] - phases[shape]) / fold if fold else 0.0
         ideal = draw(shape, np.array([[x, y, radius, angle]]))[0]
         overlap = float(np.minimum(ideal, cover).sum() / max(np.maximum(ideal, cover).sum(), 1e-6))
         if overlap > best[1]:
-            best = (index, overlap, radius)
+            best = (index, overlap, haze / max(float((ideal * (1 - ideal)).sum()), 1e-6), radius)
     return (*best, x, y, turns)
 
 
@@ -149,9 +152,9 @@ def observe(frames: np.ndarray) -> Observation:
         if frame.shape[0] != SIDE:
             frame = cv2.resize(frame, (SIDE, SIDE), interpolation=cv2.INTER_AREA)
         cover, colour, background, spread, found = _isolate(frame)
-        shape, fit, radius, x, y, turns = _shape(cover)
+        shape, fit, soft, radius, x, y, turns = _shape(cover)
         rows.append(
-            (found, background, spread, colour, (x, y), shape, fit, radius, float(cover.sum()), turns)
+            (found, background, spread, colour, (x, y), shape, fit, soft, radius, float(cover.sum()), turns)
         )
     return Observation(*(np.asarray(column) for column in zip(*rows, strict=True)))
 
@@ -228,6 +231,7 @@ def judge(frames: np.ndarray, prompt: str | Attributes, *, seen: Observation | N
     colour_right = seen.found & (colour <= COLOUR_ERROR)
     background_right = (background <= BACKGROUND_ERROR) & (seen.spread <= 12)
     shape_right = seen.found & (seen.shape == SHAPES.index(wanted.shape)) & (seen.fit >= FIT)
+    shape_right &= seen.soft <= SOFT
     motion = motion_of(seen, wanted.shape)
     radius = np.median(np.sqrt(seen.area / _reference()[0][wanted.shape]))
     size_right = radius >= SIZE_EDGE if wanted.size == "big" else radius < SIZE_EDGE
