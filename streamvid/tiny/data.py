@@ -1,4 +1,5 @@
-"""The transformer's training data: a pool of encoded clips, and the batch of every step, both functions of a seed."""
+"""The transformer's training data: a pool of encoded clips, and the batch of every step, both functions of
+a seed."""
 
 import os
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ def first_frame(chunk: int) -> int:
 
 @dataclass
 class Pool:
-    """Encoded clips [n, CLIP_CHUNKS, CHUNK, c, h, w] with an early and a late scene each, and first chunks alone."""
+    """Encoded clips [n, CLIP_CHUNKS, CHUNK, c, h, w] with an early and a late scene each, and first chunks
+    alone."""
 
     clips: torch.Tensor
     before: list[Attributes]
@@ -102,8 +104,9 @@ def load_pool(folder: Path, vae: AutoencoderKLWan | None, seed: int, shards: int
 class Batch:
     """One step: chunks in the order [alone | clean | noisy] of `dit.TeacherForcing`, noise not added yet.
 
-    `base` is the first temporal position of every chunk, `captions[which[i]]` the caption of chunk i, `clean_sees`
-    [w, clean, clean] and `noisy_sees` [w, noisy, clean] who sees whom, `weight` the loss weight of alone + noisy.
+    `base` is the first temporal position of every chunk, `captions[which[i]]` the caption of chunk i,
+    `clean_sees` [w, clean, clean] and `noisy_sees` [w, noisy, clean] who sees whom, `weight` the loss
+    weight of alone + noisy.
     """
 
     latents: torch.Tensor
@@ -138,10 +141,12 @@ class _Captions:
 
 
 def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int, copies: int = 2) -> Batch:
-    """The batch of a step: `alone` first chunks and windows of about `budget` chunks, `copies` noises for each.
+    """The batch of a step: `alone` first chunks and windows of about `budget` chunks, `copies` noises for
+    each.
 
-    A window is the clip's first chunk and then neighbouring chunks from a random place. The first chunk (the sink) is
-    hidden in 30 % of the windows, and lies right before the others or far away in position: what a cache may do.
+    A window is the clip's first chunk and then neighbouring chunks from a random place. The first chunk
+    (the sink) is hidden in 30 % of the windows, and lies right before the others or far away in position:
+    what a cache may do.
     """
     rng = np.random.default_rng([seed, 11, step])
     chunks = int(rng.choice([3, 4, 6], p=[0.4, 0.25, 0.35]))

@@ -1,9 +1,11 @@
-"""The embedded causal transformer in training: diffusers' Wan blocks run over chunks, attention answered from outside.
+"""The embedded causal transformer in training: diffusers' Wan blocks run over chunks, attention answered
+from outside.
 
-All per-token work treats tokens as [chunks, tokens of a chunk, dim], whatever sequence a chunk belongs to. Who sees
-whom is decided by a callable `attend(layer, q, k, v)`, so teacher forcing (here) and cached sampling (`rollout`) share
-one body. Conventions are Self-Forcing's: flow = noise - x0, timestep = 1000 * sigma, sinusoids in float64, one time
-per latent frame (here per chunk), rotary pairs adjacent, empty text rows attended to, no causality inside a chunk.
+All per-token work treats tokens as [chunks, tokens of a chunk, dim], whatever sequence a chunk belongs to.
+Who sees whom is decided by a callable `attend(layer, q, k, v)`, so teacher forcing (here) and cached
+sampling (`rollout`) share one body. Conventions are Self-Forcing's: flow = noise - x0, timestep = 1000 *
+sigma, sinusoids in float64, one time per latent frame (here per chunk), rotary pairs adjacent, empty text
+rows attended to, no causality inside a chunk.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def make_transformer(
     *, heads: int = 6, layers: int = 6, channels: int = 48, ffn_ratio: int = 4
 ) -> WanTransformer3DModel:
-    """The transformer of the embedded model; width is 32 a head. Initialised as a plain pre-norm transformer."""
+    """The transformer of the embedded model; width is 32 a head. Initialised as a plain pre-norm
+    transformer."""
     dim = heads * 32
     model = WanTransformer3DModel(
         patch_size=(1, 1, 1),
@@ -70,7 +73,8 @@ def time_vectors(model: WanTransformer3DModel, timestep: torch.Tensor) -> tuple[
 
 
 def rotation(model: WanTransformer3DModel, base: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Rotary factors, complex64 [n, CHUNK * height * width, 1, head_dim / 2], of chunks that begin at `base` [n]."""
+    """Rotary factors, complex64 [n, CHUNK * height * width, 1, head_dim / 2], of chunks that begin at
+    `base` [n]."""
     pairs = model.config.attention_head_dim // 2
     side = pairs // 3
     counts = (pairs - 2 * side, side, side)
@@ -154,7 +158,8 @@ def run(
 def softmax_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Plain attention on [..., tokens, head_dim]; on CPU its backward is faster than the fused one at these sizes."""
+    """Plain attention on [..., tokens, head_dim]; on CPU its backward is faster than the fused one at
+    these sizes."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
     return (scores if bias is None else scores + bias).softmax(-1) @ v
 
@@ -163,9 +168,10 @@ def softmax_attention(
 class TeacherForcing:
     """The attention of one training step over chunks in the order [alone | clean | noisy].
 
-    `alone` first chunks see themselves. Each of `windows` windows has `clean` chunks, which see each other as
-    `clean_bias` says, and `noisy` chunks, which see the clean ones as `noisy_bias` says, and themselves. Biases are
-    0 or -inf: [windows, 1, clean tokens, clean tokens] and [windows, 1, noisy tokens, clean tokens].
+    `alone` first chunks see themselves. Each of `windows` windows has `clean` chunks, which see each other
+    as `clean_bias` says, and `noisy` chunks, which see the clean ones as `noisy_bias` says, and
+    themselves. Biases are 0 or -inf: [windows, 1, clean tokens, clean tokens] and [windows, 1, noisy
+    tokens, clean tokens].
     """
 
     alone: int

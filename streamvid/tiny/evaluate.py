@@ -18,7 +18,8 @@ KEYS = ("right", "colour", "background", "shape", "motion", "size", "identity")
 
 @dataclass(frozen=True)
 class Gate:
-    """Truth through the VAE: PSNR over the whole clip, and in equal parts of it (is it flat?), and the judge's view."""
+    """Truth through the VAE: PSNR over the whole clip, and in equal parts of it (is it flat?), and the
+    judge's view."""
 
     psnr: float
     psnr_parts: tuple[float, ...]

@@ -1,9 +1,9 @@
 """The objective measure of the embedded model: does a video show what its prompt says, frame by frame?
 
-`observe` measures every frame with OpenCV and no knowledge of the prompt: background, object colour, place, size,
-angle, and the shape whose rendering overlaps best. `judge` compares that with the prompt. Colours count by their
-distance in RGB, not by the nearest name, so a drift that ends beside the right colour is seen. All lengths are in
-pixels of a 64-pixel picture; larger frames are reduced first.
+`observe` measures every frame with OpenCV and no knowledge of the prompt: background, object colour,
+place, size, angle, and the shape whose rendering overlaps best. `judge` compares that with the prompt.
+Colours count by their distance in RGB, not by the nearest name, so a drift that ends beside the right
+colour is seen. All lengths are in pixels of a 64-pixel picture; larger frames are reduced first.
 """
 
 from dataclasses import asdict, dataclass
@@ -37,7 +37,8 @@ SHAPES = tuple(FOLDS)
 
 @dataclass
 class Observation:
-    """What is seen in each of n frames; `shape` is an index into SHAPES, angle is of the folds of that shape."""
+    """What is seen in each of n frames; `shape` is an index into SHAPES, angle is of the folds of that
+    shape."""
 
     found: np.ndarray  # [n] bool: one object stands out from the background
     background: np.ndarray  # [n, 3] RGB
@@ -101,7 +102,8 @@ def _moment(cover: np.ndarray, x: float, y: float, fold: int) -> complex:
 
 
 def _isolate(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, bool]:
-    """Coverage of the object [64, 64], its colour, the background, the spread of the border, and whether it is one."""
+    """Coverage of the object [64, 64], its colour, the background, the spread of the border, and whether
+    it is one."""
     image = frame.astype(np.float32)
     border = np.concatenate(
         [image[:2].reshape(-1, 3), image[-2:].reshape(-1, 3), image[:, :2].reshape(-1, 3)]
@@ -187,7 +189,8 @@ def _rests(seen: Observation, shape: str) -> str:
 
 
 def motion_of(seen: Observation, shape: str) -> str:
-    """The motion of an observed clip (32 frames or more) of a known shape: a name of MOTIONS, or "unknown"."""
+    """The motion of an observed clip (32 frames or more) of a known shape: a name of MOTIONS, or
+    "unknown"."""
     place = seen.place
     extent = np.percentile(place, 95, axis=0) - np.percentile(place, 5, axis=0)
     if extent.max() < 6:
@@ -221,8 +224,8 @@ def _same_object(seen: Observation, span: int = 24) -> bool:
 def judge(frames: np.ndarray, prompt: str | Attributes, *, seen: Observation | None = None) -> Verdict:
     """Which properties of the prompt uint8 frames [n, h, w, 3] show; `seen` spares a second `observe`.
 
-    A property of every frame must hold in 80 % of them. Motion is judged over the whole clip; give it 48 frames or
-    more, of one prompt: cut a clip at a prompt change and judge the parts.
+    A property of every frame must hold in 80 % of them. Motion is judged over the whole clip; give it 48
+    frames or more, of one prompt: cut a clip at a prompt change and judge the parts.
     """
     wanted = parse(prompt) if isinstance(prompt, str) else prompt
     seen = observe(frames) if seen is None else seen

@@ -1,7 +1,9 @@
-"""A minimal cached sampler for training and for checks: chunk by chunk, sink and recent chunks, slot positions.
+"""A minimal cached sampler for training and for checks: chunk by chunk, sink and recent chunks, slot
+positions.
 
-The product's sampler, with its policies and codecs, is streamvid's; this one exists so that training can roll the model
-out without it. Keys are kept before rotation and rotated by their slot, so positions never leave the trained range.
+The product's sampler, with its policies and codecs, is streamvid's; this one exists so that training can
+roll the model out without it. Keys are kept before rotation and rotated by their slot, so positions never
+leave the trained range.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass
 class Cache:
-    """Keys and values of past chunks: for each kept chunk a list over layers of [b, tokens, heads, head_dim] pairs."""
+    """Keys and values of past chunks: for each kept chunk a list over layers of [b, tokens, heads,
+    head_dim] pairs."""
 
     sink: int = 1
     recent: int = 4
@@ -49,7 +52,8 @@ class _Attend:
 
 
 def sigmas_for(steps: int | Sequence[float], shift: float) -> list[float]:
-    """The sigmas of a sampler: `steps` equal ones from 1 down, or a list of timesteps, warped by the shift."""
+    """The sigmas of a sampler: `steps` equal ones from 1 down, or a list of timesteps, warped by the
+    shift."""
     if isinstance(steps, int):
         steps = [1000 * (1 - i / steps) for i in range(steps)]
     return [shift * (t / 1000) / (1 + (shift - 1) * (t / 1000)) for t in steps]
@@ -75,10 +79,11 @@ def generate(
     ode: bool = False,
     cache: Cache | None = None,
 ) -> torch.Tensor:
-    """Latents [b, num_chunks * CHUNK, c, h, w] for texts [b, text_len, text_dim] (or one such tensor a chunk).
+    """Latents [b, num_chunks * CHUNK, c, h, w] for texts [b, text_len, text_dim] (or one such tensor a
+    chunk).
 
-    Re-noises with fresh noise at every step (Self-Forcing); with `ode` takes Euler steps instead. A guidance above 1
-    needs the embedding of the empty prompt, [1, text_len, text_dim].
+    Re-noises with fresh noise at every step (Self-Forcing); with `ode` takes Euler steps instead. A
+    guidance above 1 needs the embedding of the empty prompt, [1, text_len, text_dim].
     """
     cache = Cache() if cache is None else cache
     per_chunk = [texts] * num_chunks if isinstance(texts, torch.Tensor) else list(texts)

@@ -1,4 +1,5 @@
-"""What every training stage needs: a clock that survives kill -9, checkpoints, a CSV log, pictures, data-parallelism."""
+"""What every training stage needs: a clock that survives kill -9, checkpoints, a CSV log, pictures,
+data-parallelism."""
 
 import csv
 import os
@@ -43,8 +44,8 @@ def average_gradients(params: Iterable[torch.nn.Parameter]) -> None:
 class Run:
     """One stage of training in a folder: `state.pt` (all that is needed to go on), `log.csv`, sheets.
 
-    `spent` is the training time in seconds, of earlier processes too, so a budget means the same after a restart.
-    With several processes the clock is that of rank 0, and only rank 0 writes.
+    `spent` is the training time in seconds, of earlier processes too, so a budget means the same after a
+    restart. With several processes the clock is that of rank 0, and only rank 0 writes.
     """
 
     def __init__(self, folder: Path, minutes: float, *, save_every: float = 120.0):

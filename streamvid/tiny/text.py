@@ -1,7 +1,8 @@
 """Stage 2 of training: the text encoder, taught to say in every output token what the whole caption means.
 
-Every token must give all attributes to a linear probe, over all paraphrases. So the transformer's cross-attention
-finds the meaning wherever it looks and has no parsing to learn. The probe is thrown away; the encoder is then frozen.
+Every token must give all attributes to a linear probe, over all paraphrases. So the transformer's
+cross-attention finds the meaning wherever it looks and has no parsing to learn. The probe is thrown away;
+the encoder is then frozen.
 """
 
 import logging
@@ -71,7 +72,8 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> tuple[to
 
 @torch.no_grad()
 def embed(encoder: UMT5EncoderModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> torch.Tensor:
-    """Embeddings [n, TEXT_LEN, TEXT_DIM]; rows after a prompt are zero, as Wan has it. "" is the empty prompt."""
+    """Embeddings [n, TEXT_LEN, TEXT_DIM]; rows after a prompt are zero, as Wan has it. "" is the empty
+    prompt."""
     device = next(encoder.parameters()).device
     ids, mask = (t.to(device) for t in tokenize(tokenizer, prompts))
     return encoder(ids, attention_mask=mask).last_hidden_state * mask[..., None]

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 SHIFT = 4.0  # training noise leans to the high levels at which the few-step sampler works
 CONTEXT_NOISE = 0.15  # largest sigma of the noise on clean context, in 60 % of the chunks
 EMA = 0.997
-# (until this part of the budget, first chunks alone, chunks in windows) of a step. First chunks teach how things look,
+# (until this part of the budget, first chunks alone, chunks in windows) of a step. First chunks teach how
+# things look,
 # with nothing to copy from, and come first; windows teach motion and memory.
 PLAN = ((0.4, 24, 20), (1.0, 14, 30))
 
@@ -29,27 +30,23 @@ def bias_of(sees: torch.Tensor, tokens: int) -> torch.Tensor:
     return bias.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2)[:, None]
 
 
-def flow_loss(
-    model: WanTransformer3DModel, batch: Batch, text: torch.Tensor, seed: int, step: int
-) -> dict[str, torch.Tensor]:
-    """Flow-matching loss of a batch; `text` [captions, text_len, text_dim]. Parts: first chunks and continuations."""
-    device = text.device
-    generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + step)
-    count, contexts = len(batch.latents), batch.windows * batch.clean
-    context = slice(batch.alone, batch.alone + contexts)
+def draw_levels(count: int, generator: torch.Generator, grid: Sequence[float] | None = None) -> torch.Tensor:
+    """Noise levels [count]: shifted uniform with a tenth at 1, or with a grid one of its levels half of
+    the time."""
     u = torch.rand(count, generator=generator)
     sigma = SHIFT * u / (1 + (SHIFT - 1) * u)
     sigma[torch.rand(count, generator=generator) < 0.1] = 1.0
-    noisy_context = torch.rand(contexts, generator=generator) < 0.6
-    sigma[context] = torch.rand(contexts, generator=generator) * CONTEXT_NOISE * noisy_context
-    noise = torch.randn(batch.latents.shape, generator=generator)
-    level = sigma[:, None, None, None, None]
-    x = (1 - level) * batch.latents + level * noise
-    timestep = 1000 * sigma
-    timestep[context] = 0.0
+    if grid is not None:
+        chosen = torch.tensor(grid)[torch.randint(len(grid), (count,), generator=generator)]
+        sigma = torch.where(torch.rand(count, generator=generator) < 0.5, chosen, sigma)
+    return sigma
+
+
+def attention_of(model: WanTransformer3DModel, batch: Batch, device) -> TeacherForcing:
+    """The attention of a batch."""
     size = batch.latents.shape[-2:]
     tokens = batch.latents.shape[1] * size[0] * size[1]
-    attend = TeacherForcing(
+    return TeacherForcing(
         alone=batch.alone,
         windows=batch.windows,
         clean=batch.clean,
@@ -58,10 +55,40 @@ def flow_loss(
         clean_bias=bias_of(batch.clean_sees.to(device), tokens),
         noisy_bias=bias_of(batch.noisy_sees.to(device), tokens),
     )
+
+
+def flow_loss(
+    model: WanTransformer3DModel,
+    batch: Batch,
+    text: torch.Tensor,
+    generator: torch.Generator,
+    *,
+    grid: Sequence[float] | None = None,
+    context: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Flow-matching loss of a batch, with its parts: first chunks and continuations.
+
+    `text` is [captions, text_len, text_dim]. `context` replaces the clean chunks by others, such as the
+    model's own; then they get no noise. `grid` are the levels of the sampler the model is made for.
+    """
+    device = text.device
+    count, contexts = len(batch.latents), batch.windows * batch.clean
+    span = slice(batch.alone, batch.alone + contexts)
+    sigma = draw_levels(count, generator, grid)
+    noisy_context = torch.rand(contexts, generator=generator) < 0.6
+    sigma[span] = torch.rand(contexts, generator=generator) * CONTEXT_NOISE * noisy_context
+    noise = torch.randn(batch.latents.shape, generator=generator)
+    level = sigma[:, None, None, None, None]
+    x = (1 - level) * batch.latents + level * noise
+    if context is not None:
+        x[span] = context.to(x)
+    timestep = 1000 * sigma
+    timestep[span] = 0.0
+    attend = attention_of(model, batch, device)
     which = batch.which.to(device)
     flow = run(model, x.to(device), timestep.to(device), text_keys(model, text), which, attend)
     error = (flow - (noise - batch.latents).to(device)).pow(2).flatten(1).mean(1)
-    error = torch.cat([error[: context.start], error[context.stop :]])
+    error = torch.cat([error[: span.start], error[span.stop :]])
     weight = batch.weight.to(device)
     first, later = error[: batch.alone].mean(), error[batch.alone :]
     later = (later * weight[batch.alone :]).sum() / weight[batch.alone :].sum().clamp(min=1)
@@ -108,7 +135,8 @@ def train_dit(
         optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=0.6))
         alone, budget = next((a, b) for end, a, b in plan if run_.progress <= end)
         batch = make_batch(data, data_seed(seed), run_.step, alone=alone, budget=budget)
-        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), data_seed(seed), run_.step)
+        generator = torch.Generator().manual_seed((data_seed(seed) + 1) * 1_000_003 + run_.step)
+        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), generator)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
         average_gradients(model.parameters())

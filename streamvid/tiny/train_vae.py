@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 
 from streamvid.tiny.codec import decode_raw, encode_parameters, make_vae
@@ -16,7 +15,8 @@ from streamvid.tiny.world import render, sample_scene
 
 log = logging.getLogger(__name__)
 KL_WEIGHT = 3e-4
-# (frames, clips a step, part of the steps) early and late: short clips teach pictures, long ones the causal memory.
+# (frames, clips a step, part of the steps) early and late: short clips teach pictures, long ones the
+# causal memory.
 EARLY = ((5, 12, 1.0),)
 LATE = ((5, 12, 0.35), (9, 7, 0.35), (17, 4, 0.2), (33, 2, 0.07), (65, 1, 0.03))
 
