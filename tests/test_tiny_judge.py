@@ -33,7 +33,7 @@ def test_larger_frames_are_measured_in_the_same_units():
 def test_blur_is_seen():
     for shape in ("ball", "star", "square"):
         wanted = Attributes(shape, "red", "big", "still", "black")
-        soft = np.stack([cv2.GaussianBlur(f, (0, 0), 2.5) for f in clip(wanted, 48)])
+        soft = np.stack([cv2.GaussianBlur(f, (0, 0), 3.0) for f in clip(wanted, 48)])
         assert not judge(soft, wanted).shape
 
 

@@ -57,6 +57,7 @@ def export(
         for part, name in ((transformer, "transformer"), (vae, "vae"), (encoder, "text_encoder")):
             copy.deepcopy(part).to(dtype).save_pretrained(new / name)
         tokenizer.save_pretrained(new / "tokenizer")
+        _tidy(new)
         FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(new / "scheduler")
         index = {
             "_class_name": "WanPipeline",
@@ -72,3 +73,20 @@ def export(
             shutil.rmtree(folder)
         os.replace(new, folder)
     return folder
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what the libraries note about this machine, and makes the files readable for everyone.
+
+    The tokenizer's class is written as the one that every transformers release knows.
+    """
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    keys = ("eos_token", "pad_token", "unk_token", "model_max_length", "padding_side")
+    kept = {k: v for k, v in json.loads(path.read_text()).items() if k in keys}
+    path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}, indent=2) + "\n")
+    for config in folder.rglob("config.json"):
+        values = json.loads(config.read_text())
+        values.pop("_name_or_path", None)
+        config.write_text(json.dumps(values, indent=2) + "\n")
+    for file in folder.rglob("*"):
+        file.chmod(0o755 if file.is_dir() else 0o644)

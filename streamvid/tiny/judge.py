@@ -28,8 +28,8 @@ from streamvid.tiny.world import coverage as draw
 
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour
 BACKGROUND_ERROR = 16.0
-FIT = 0.8  # overlap (intersection over union) with the ideal shape; blur and damage push it down
-SOFT = 4.0  # softness of the edge, relative to the ideal drawing, from which a shape counts as blurred
+FIT = 0.7  # overlap (intersection over union) with the ideal shape; blur and damage push it down
+SOFT = 5.0  # softness of the edge, relative to the ideal drawing, from which a shape counts as blurred
 HOLDS = 0.8  # part of the frames in which a property must be right
 SIZE_EDGE = float(np.sqrt(RADII["big"] * RADII["small"]))
 SHAPES = tuple(FOLDS)
