@@ -21,7 +21,7 @@ EMA = 0.997
 # (until this part of the budget, first chunks alone, chunks in windows) of a step. First chunks teach how
 # things look,
 # with nothing to copy from, and come first; windows teach motion and memory.
-PLAN = ((0.4, 24, 20), (1.0, 14, 30))
+PLAN = ((0.25, 24, 20), (1.0, 12, 32))
 
 
 def bias_of(sees: torch.Tensor, tokens: int) -> torch.Tensor:
