@@ -1,0 +1,148 @@
+"""Options and output that several commands share: opening a model, what a stream runs with, progress.
+
+Imports no torch until a command runs.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from streamvid.clip import Progress
+    from streamvid.pipeline import StreamPipeline
+    from streamvid.stream import VideoStream
+
+MODEL, VIDEO, PLUGINS, MACHINE = "Model", "Video", "Memory and speed", "Machine"
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Name, file, folder or owner/name.", rich_help_panel=MODEL)
+]
+Vae = Annotated[str | None, typer.Option(help="Autoencoder file or folder.", rich_help_panel=MODEL)]
+TextEncoder = Annotated[str | None, typer.Option(help="UMT5 file or folder.", rich_help_panel=MODEL)]
+Lora = Annotated[
+    list[str] | None, typer.Option(help="PATH or PATH@SCALE; repeatable.", rich_help_panel=MODEL)
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=MACHINE)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MACHINE),
+]
+Attention = Annotated[str, typer.Option(help="Attention backend; see doctor.", rich_help_panel=MACHINE)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=MACHINE)]
+
+NumFrames = Annotated[
+    int, typer.Option("--num-frames", "-n", help="Pixel frames, any number.", rich_help_panel=VIDEO)
+]
+Seed = Annotated[int, typer.Option(help="0 to 2**64-1; -1 draws one.", rich_help_panel=VIDEO)]
+Height = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=VIDEO)]
+Width = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=VIDEO)]
+Fps = Annotated[float | None, typer.Option(help="Frames a second in the file.", rich_help_panel=VIDEO)]
+Crf = Annotated[int, typer.Option(help="H.264 quality, 0 lossless .. 51.", rich_help_panel=VIDEO)]
+Steps = Annotated[int | None, typer.Option(help="Transformer passes a chunk.", rich_help_panel=VIDEO)]
+Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", rich_help_panel=VIDEO)]
+Negative = Annotated[str | None, typer.Option(help="Negative prompt (with guidance).", rich_help_panel=VIDEO)]
+Transition = Annotated[
+    str,
+    typer.Option(
+        help="Treatment of the past at a later prompt: cross, recache, blend:N.", rich_help_panel=VIDEO
+    ),
+]
+
+Memory = Annotated[
+    str | None, typer.Option(help="KV memory policy, e.g. window:size=12,sink=3.", rich_help_panel=PLUGINS)
+]
+Codec = Annotated[str | None, typer.Option(help="KV codec.", rich_help_panel=PLUGINS)]
+StepCache = Annotated[str, typer.Option(help="Step cache.", rich_help_panel=PLUGINS)]
+FuseContext = Annotated[
+    bool,
+    typer.Option(
+        "--fuse-context", help="Context pass with the next chunk's first step.", rich_help_panel=PLUGINS
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+
+def load_model(
+    model: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    attention: str = "auto",
+    threads: int | None = None,
+    **parts: Any,
+) -> StreamPipeline:
+    """The pipeline of the shared options; ``parts`` that are None were not given."""
+    import torch
+
+    from streamvid import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    given = {name: value for name, value in parts.items() if value is not None}
+    return load(model, device=device, dtype=dtype, attention=attention, **given)
+
+
+def stream_options(**values: Any) -> dict[str, Any]:
+    """Keyword arguments of ``pipe.stream`` without those that were not given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def show_settings(settings: dict[str, Any]) -> None:
+    """What a stream really runs with, on standard error."""
+    from rich.console import Console
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            rest = ", ".join(f"{key}={item}" for key, item in value.items() if key != "name")
+            return f"{value['name']}({rest})"
+        return ", ".join(f"{item:.4g}" for item in value) if isinstance(value, list) else str(value)
+
+    console = Console(stderr=True, highlight=False)
+    shown = {key: value for key, value in settings.items() if key not in ("fingerprint", "output_type")}
+    console.print(
+        "[dim]" + "  ".join(f"{key} [/dim]{text(value)}[dim]" for key, value in shown.items()) + "[/dim]"
+    )
+
+
+@contextmanager
+def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Progress | None]:
+    """A bar on standard error with frames a second and the bytes of the memory of the past."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}" + ("/{task.total}" if total else "") + " frames"),
+        TextColumn("{task.fields[speed]} frames/s"),
+        TextColumn("memory {task.fields[memory]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total, speed="-", memory="-")
+
+        def update(frames: int, stream: VideoStream) -> None:
+            stats = stream.stats()
+            held = sum(report["total"] for report in stats["memory"].values())
+            bar.update(task, completed=frames, speed=f"{stats['fps']:.1f}", memory=f"{held / 2**20:.1f} MiB")
+
+        yield update
+
+
+def stop_on_term() -> None:
+    """Make a polite kill unwind the stack, so that a half-written file is removed."""
+
+    def stop(signum: int, frame: object) -> None:
+        sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, stop)

@@ -1,0 +1,169 @@
+"""From a model and a wish to a stream: every setting is checked before anything is allocated.
+
+Knows nothing of the chunk loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streamvid.config import StreamConfig
+from streamvid.engine import Engine
+from streamvid.errors import StreamvidError
+from streamvid.memory.cache import KVCache
+from streamvid.memory.policies import POLICIES
+from streamvid.memory.spec import build, effective
+from streamvid.options import StreamOptions
+from streamvid.sampler import make_sampler
+from streamvid.starts import prepare_start
+from streamvid.state import Side, StreamState
+from streamvid.stepcache import build_step_cache
+from streamvid.stepcache.planning import plan_for
+from streamvid.timeline import ChunkRule, check_size
+
+if TYPE_CHECKING:
+    from streamvid.pipeline import StreamPipeline
+    from streamvid.stream import VideoStream
+
+
+@torch.no_grad()
+def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
+    """A stream at frame 0. Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work."""
+    from streamvid.stream import VideoStream
+
+    config = options.configure(pipe.config)
+    if options.output_type != "latent" and pipe.vae is None:
+        raise StreamvidError(f"{pipe.components.missing['vae']}, or ask for output_type='latent'")
+    height, width, grid = _sizes(pipe, options, config)
+    rule = ChunkRule(
+        config.chunk_latents,
+        1 if config.independent_first_frame else config.chunk_latents,
+        config.vae_scale_temporal,
+    )
+    sampler = make_sampler(config)
+    policy = build(
+        default_memory(config) if options.memory is None else options.memory, POLICIES, "memory policy"
+    )
+    codec = _codec(config.codec if options.codec is None else options.codec)
+    step_cache = build_step_cache(options.step_cache)
+    session = step_cache.open(
+        plan_for(
+            sampler,
+            pipe.model,
+            config,
+            grid=grid,
+            fingerprint=pipe.components.fingerprint,
+            memory=str(describe(policy)),
+            codec="none" if codec is None else str(describe(codec)),
+        )
+    )
+    if session.watches_blocks and (options.fuse_context or session.fuses_context):
+        raise StreamvidError(
+            f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
+            "not show; leave out fuse_context (or 'fused')"
+        )
+    pipe.sessions.check()
+    start = prepare_start(pipe, options, rule, (height, width))
+    engine = Engine(pipe.model, pipe.text_encoder, config)
+    sides = {}
+    for branch in sampler.branches:
+        text = options.prompt if branch == "cond" else config.negative_prompt
+        cache = KVCache(
+            pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+            policy,
+            codec,
+            chunk_frames=config.chunk_latents,
+            backend=pipe.attention,
+        )
+        embeds = engine.encode(text)
+        sides[branch] = Side(cache, embeds, engine.read(embeds))
+    decoder = None
+    if options.output_type != "latent":
+        from streamvid.vae import make_decoder
+
+        decoder = make_decoder(pipe.vae)
+    state = StreamState(sides=sides, decoder=decoder, step_cache=session, text=options.prompt, at=start.place)
+    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache)
+    return VideoStream(
+        pipe,
+        options,
+        engine=engine,
+        sampler=sampler,
+        state=state,
+        rule=rule,
+        grid=grid,
+        start=start,
+        settings=settings,
+    )
+
+
+def default_memory(config: StreamConfig) -> str:
+    """The checkpoint's policy. ``auto`` is a window of the trained length whose first chunk stays as a sink.
+
+    Until the window is full it equals the full history; after that bytes and time stay flat.
+    """
+    if config.memory != "auto":
+        return config.memory
+    size = max(config.trained_latents, 2 * config.chunk_latents)
+    return f"window:size={size},sink={config.chunk_latents}"
+
+
+def _sizes(
+    pipe: StreamPipeline, options: StreamOptions, config: StreamConfig
+) -> tuple[int, int, tuple[int, int]]:
+    """Height and width in pixels, and the latent's rows and columns."""
+    scale, patch = config.vae_scale_spatial, pipe.model.geometry.patch
+    height = config.height if options.height is None else options.height
+    width = config.width if options.width is None else options.width
+    check_size(height, width, (scale * patch[0], scale * patch[1]))
+    return height, width, (height // scale, width // scale)
+
+
+def _codec(spec: Any) -> Any:
+    """``none`` keeps plain tensors, which skips the codec's work altogether."""
+    if spec == "none":
+        return None
+    from streamvid.memory.codecs import CODECS
+
+    return build(spec, CODECS, "codec")
+
+
+def _settings(
+    pipe: StreamPipeline,
+    options: StreamOptions,
+    config: StreamConfig,
+    size: tuple[int, int],
+    sampler: Any,
+    policy: Any,
+    codec: Any,
+    step_cache: Any,
+) -> dict[str, Any]:
+    """What the stream really runs with, JSON-ready."""
+    return {
+        "model": pipe.components.path,
+        "fingerprint": pipe.components.fingerprint,
+        "device": str(pipe.device),
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "attention": pipe.attention,
+        "height": size[0],
+        "width": size[1],
+        "fps": config.fps,
+        "seed": options.seed,
+        "num_frames": options.num_frames,
+        "chunk_latents": config.chunk_latents,
+        "timesteps": list(sampler.timesteps),
+        "guidance_scale": config.guidance_scale,
+        "negative_prompt": config.negative_prompt,
+        "memory": describe(policy),
+        "codec": "none" if codec is None else describe(codec),
+        "step_cache": describe(step_cache),
+        "fuse_context": options.fuse_context,
+        "output_type": options.output_type,
+    }
+
+
+def describe(plugin: Any) -> dict[str, Any]:
+    """A plug-in by its class and the settings it really runs with."""
+    return {"name": type(plugin).__name__, **effective(plugin)}

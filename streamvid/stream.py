@@ -1,0 +1,361 @@
+"""The stream: prompt in, frames out, for as long as they are read.
+
+Pull-based: a chunk is made when its first frame is asked for, so nothing runs ahead of a reader, nothing depends on
+timing, and a reader that stops costs nothing. Its context pass is put off until the next chunk is asked for: frames
+leave before it. With ``ahead=1`` or ``2`` a thread makes that many chunks in advance, and no more.
+
+Threads: one reader; ``set_prompt``, ``cut``, ``reset``, ``pause``, ``resume``, ``stats``, ``snapshot``, ``close`` may
+be called from others. Knows nothing of files, checkpoints or how attention is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from streamvid.engine import Engine
+from streamvid.errors import StreamvidError
+from streamvid.meter import Clock, Meter
+from streamvid.noise import CounterNoise
+from streamvid.options import StreamOptions
+from streamvid.output import VideoChunk, convert
+from streamvid.prompts import PromptQueue, Receipt, Transition
+from streamvid.sampler import StepCallback
+from streamvid.starts import Start
+from streamvid.state import StreamState
+from streamvid.stepcache.types import ChunkInfo
+from streamvid.timeline import ChunkPlan, ChunkRule
+from streamvid.transitions import apply_change
+
+if TYPE_CHECKING:
+    from streamvid.pipeline import StreamPipeline
+
+
+class VideoStream:
+    """An endless iterator over frames; ``num_frames`` ends it. Made by ``StreamPipeline.stream``.
+
+    Use as a context manager, or call ``close``; dropping the last reference closes it too.
+    """
+
+    def __init__(
+        self,
+        pipe: StreamPipeline,
+        options: StreamOptions,
+        *,
+        engine: Engine,
+        sampler: Any,
+        state: StreamState,
+        rule: ChunkRule,
+        grid: tuple[int, int],
+        start: Start,
+        settings: dict[str, Any],
+    ) -> None:
+        self.options = options
+        self.settings = settings
+        """What this stream really runs with, for printing and for keeping with results."""
+        self.seed = options.seed
+        self._pipe, self._engine, self._sampler, self._state, self._rule = pipe, engine, sampler, state, rule
+        self.on_step: StepCallback | None = None
+        """Called after each denoising step; see ``sampler.StepCallback``."""
+        self._start = start
+        self._shape = (engine.model.geometry.out_channels, *grid)
+        self._fuses = (options.fuse_context or state.step_cache.fuses_context) and engine.fuses(state)
+        self._noise = CounterNoise([options.seed])
+        self._queue = PromptQueue(rule, state.at)
+        self._meter = Meter()
+        self._unread: list[VideoChunk] = []
+        self._lock = threading.RLock()
+        self._running = threading.Event()
+        self._running.set()
+        self._paused_by: int | None = None
+        self._closed = False
+        self._maker: Any = None
+        pipe.sessions.enter(self)
+        self.prefetch(options.ahead)
+
+    def prefetch(self, chunks: int) -> None:
+        """Have a thread make up to ``chunks`` chunks (0 to 2) in advance of the reader; 0 ends it."""
+        if chunks not in (0, 1, 2):
+            raise StreamvidError(f"ahead must be 0, 1 or 2 chunks, got {chunks!r}")
+        if self._maker is not None:
+            self._maker.stop()
+            self._maker = None
+        if chunks:
+            from streamvid.ahead import Ahead
+
+            self._maker = Ahead(self, chunks)
+
+    # ---- one chunk, in the order in which it happens ------------------------------------------------------------
+
+    @torch.no_grad()
+    def _make_chunk(self) -> VideoChunk:
+        """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
+        state, clock = self._state, Clock()
+        change = self._queue.begin(state.at)
+        given = self._start.latents(state.at.chunk)
+        steady = change is None and state.blend is None and given is None
+        fused = self._fuses and steady and state.owed is not None
+        if not fused:
+            self._engine.finish(state)
+        clock.lap("context")
+        apply_change(state, change, self._engine)
+        plan = self._rule.plan(state.at)
+        clock.lap("change")
+        if not fused:
+            self._engine.begin(state, plan)
+        latents = self._denoise(plan, fused=fused) if given is None else given
+        clock.lap("denoise")
+        frames = latents[0] if state.decoder is None else state.decoder.decode_chunk(latents)[0]
+        output = convert(frames, self.options.output_type)
+        clock.lap("decode")
+        state.advance(plan, latents, self._engine.reach(state))
+        return VideoChunk(
+            index=plan.index,
+            start_frame=plan.start_latent - self._start.hidden if state.decoder is None else plan.start_frame,
+            frames=output,
+            start_latent=plan.start_latent,
+            num_latents=plan.num_latents,
+            prompt=state.text,
+            transition=change and change.receipt.transition,
+            seconds=clock.seconds,
+            memory_bytes=sum(cache.report().total for cache in state.caches()),
+        )
+
+    def _denoise(self, plan: ChunkPlan, *, fused: bool) -> Tensor:
+        """Noise to clean latents ``[1, f, c, h, w]``; ``fused``: with the context pass that is owed."""
+        state, engine = self._state, self._engine
+        info = ChunkInfo(
+            index=plan.index,
+            start_latent=plan.start_latent,
+            num_latents=plan.num_latents,
+            kind="first" if plan.first else "normal",
+        )
+        try:
+            return self._sampler.sample_chunk(
+                engine.denoiser(state),
+                info,
+                self._noise,
+                (1, plan.num_latents, *self._shape),
+                step_cache=state.step_cache,
+                device=engine.model.device,
+                dtype=engine.model.dtype,
+                fused=engine.fused(state) if fused else None,
+                callback=self.on_step,
+            )
+        except BaseException:
+            engine.abort(state)
+            raise
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> VideoStream:
+        return self
+
+    def __next__(self) -> Any:
+        """The next frame, in the form of ``output_type``."""
+        chunk = self._next_unread()
+        frame = chunk.frames[0]
+        with self._lock:
+            # A reset from another thread may have dropped the chunk meanwhile; then there is nothing to shorten.
+            if self._unread and self._unread[0] is chunk:
+                self._unread[:1] = [chunk.after(1)] if len(chunk) > 1 else []
+        self._meter.delivered(1)
+        return frame
+
+    def chunks(self) -> Iterator[VideoChunk]:
+        """Blocks of frames with their metadata: what is unread of the current chunk, then chunk by chunk."""
+        while True:
+            try:
+                chunk = self._next_unread()
+            except StopIteration:
+                return
+            with self._lock:
+                if self._unread and self._unread[0] is chunk:
+                    del self._unread[0]
+            self._meter.delivered(len(chunk))
+            yield chunk
+
+    def _next_unread(self) -> VideoChunk:
+        """The oldest chunk with unread frames; makes one when there is none."""
+        while True:
+            self._wait_while_paused()
+            with self._lock:
+                if self._closed or (not self._unread and self._ended()):
+                    self.close()
+                    raise StopIteration
+                if self._unread:
+                    return self._unread[0]
+                if self._maker is None:
+                    self._unread.append(self._produce())
+                    continue
+            self._maker.wait()
+
+    def _produce(self) -> VideoChunk:
+        """Make a chunk and cut it to ``num_frames``. The caller holds the lock."""
+        if self._closed:
+            raise StreamvidError("the stream is closed; open another with pipe.stream(...)")
+        chunk = self._make_chunk()
+        while chunk.start_frame < 0:  # frames of a clip that is only gone on from
+            chunk = self._make_chunk()
+        self._meter.made(chunk)
+        limit = self._limit()
+        if limit is not None and chunk.start_frame + len(chunk) > limit:
+            chunk = chunk.head(limit - chunk.start_frame)
+        return chunk
+
+    def _make_ahead(self, most: int) -> bool:
+        """Make one more chunk unless ``most`` wait unread besides the one being read. False: nothing was made."""
+        with self._lock:
+            if self._closed or len(self._unread) > most or self._ended() or not self._running.is_set():
+                return False
+            self._unread.append(self._produce())
+            return True
+
+    def _limit(self) -> int | None:
+        """Frames after which the stream ends, in the unit of its output."""
+        count = self.options.num_frames
+        if count is None or self._state.decoder is not None:
+            return count
+        return self._rule.latents_for(count)
+
+    def _ended(self) -> bool:
+        """Whether every chunk that ``num_frames`` needs has been made."""
+        limit = self._limit()
+        at = self._state.at
+        return limit is not None and (at.latent if self._state.decoder is None else at.frame) >= limit
+
+    def _wait_while_paused(self) -> None:
+        while not self._running.is_set() and not self._closed:
+            if self._paused_by == threading.get_ident():
+                raise StreamvidError("the stream was paused by this thread; call resume() before reading on")
+            self._running.wait(0.2)
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def set_prompt(
+        self,
+        text: str,
+        transition: str = "cross",
+        *,
+        at_frame: int | None = None,
+        at_chunk: int | None = None,
+    ) -> Receipt:
+        """Change the prompt at the next chunk that has not begun, or at the first one at or after the given place.
+
+        Args:
+            text: the new prompt.
+            transition: what happens to the past; see ``prompts.TRANSITIONS``.
+            at_frame: pixel frame, counted over the whole stream.
+            at_chunk: chunk index.
+
+        Returns:
+            A receipt that names the chunk and its first frame, and later tells whether it was applied.
+        """
+        self._check_open()
+        if not isinstance(text, str):
+            raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
+        return self._queue.put(text, Transition.parse(transition), at_frame=at_frame, at_chunk=at_chunk)
+
+    def cut(self, text: str, *, at_frame: int | None = None, at_chunk: int | None = None) -> Receipt:
+        """A new scene: memory and decoder start afresh with ``text``, so nothing of the old scene is left.
+
+        Frame and chunk numbers go on, and so does the noise. The first chunk of a scene is a few frames shorter.
+        """
+        self._check_open()
+        if not isinstance(text, str):
+            raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
+        return self._queue.put(text, None, at_frame=at_frame, at_chunk=at_chunk)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Start again at frame 0 with the current prompt and seed. Unread frames and waiting changes are dropped."""
+        self._check_open()
+        with self._lock:
+            self._unread.clear()
+            self._engine.reset(self._state, self._start.place)
+            self._queue.restart(self._state.at)
+            self._meter = Meter()
+
+    def pause(self) -> None:
+        """Reading waits until ``resume``. The thread that paused cannot wait for itself: reading there is an error."""
+        self._paused_by = threading.get_ident()
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._paused_by = None
+        self._running.set()
+
+    def snapshot(self, path: str) -> int:
+        """Write the whole state, unread frames included, so that ``pipe.restore(path)`` goes on bit for bit.
+
+        Returns the bytes of the file. Raises StreamvidError when it cannot be written; nothing is left then.
+        """
+        from streamvid.resume import save_stream
+
+        self._check_open()
+        with self._lock, torch.no_grad():
+            return save_stream(path, self)
+
+    def close(self) -> None:
+        """Free everything the stream holds. A second call does nothing."""
+        self._closed = True
+        self._running.set()
+        if self._maker is not None:
+            self._maker.stop()
+        with self._lock:
+            self._unread.clear()
+            self._state = None  # type: ignore[assignment]
+        self._pipe.sessions.leave(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamvidError("the stream is closed; open another with pipe.stream(...)")
+
+    def __enter__(self) -> VideoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_maker") and not self._closed:
+            with contextlib.suppress(Exception):  # the interpreter may be half gone
+                self.close()
+
+    # ---- looking ------------------------------------------------------------------------------------------------
+
+    @property
+    def prompt(self) -> str:
+        """The prompt of the chunk made last."""
+        self._check_open()
+        return self._state.text
+
+    def nbytes(self) -> int:
+        """Bytes of tensors that the stream holds."""
+        return 0 if self._closed else self._state.nbytes()
+
+    def stats(self) -> dict[str, Any]:
+        """Where the stream is and what it costs: JSON-ready."""
+        self._check_open()
+        with self._lock:
+            state = self._state
+            return {
+                "chunk": state.at.chunk,
+                "frame": state.at.frame,
+                "latent": state.at.latent,
+                "prompt": state.text,
+                "seed": self.seed,
+                "waiting": [vars(change.receipt).copy() for change in self._queue.waiting()],
+                "paused": not self._running.is_set(),
+                "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
+                "bytes": state.nbytes(),
+                "step_cache": state.step_cache.accounting.report(),
+                "context_passes": self._engine.passes,
+                **self._meter.report(),
+            }
