@@ -140,50 +140,74 @@ class _Captions:
         return self.known[key]
 
 
-def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int, copies: int = 2) -> Batch:
-    """The batch of a step: `alone` first chunks and windows of about `budget` chunks, `copies` noises for
-    each.
+@dataclass
+class _Window:
+    """Which chunks of a clip a window shows clean and noisy, and where they stand."""
 
-    A window is the clip's first chunk and then neighbouring chunks from a random place. The first chunk
-    (the sink) is hidden in 30 % of the windows, and lies right before the others or far away in position:
-    what a cache may do.
+    clean: list[int]
+    noisy: list[int]
+    clean_base: list[int]
+    noisy_base: list[int]
+    hides_sink: bool
+
+
+def _draw_window(rng: np.random.Generator, opening: bool, clean: int) -> _Window:
+    """The opening of a clip, or its first chunk (the sink) and then neighbours from a random place.
+
+    A noisy chunk always follows the newest chunk it sees: after the sink and a gap the first neighbour is
+    context only, since nothing tells how far its motion has come. The sink is hidden in 30 % of these
+    windows, and lies right before its neighbours or far away in position: all that a cache may do.
+    """
+    if opening:
+        places = [CHUNK * i for i in range(clean + 1)]
+        chunks = list(range(clean + 1))
+        return _Window(chunks[:-1], chunks[1:], places[:-1], places[1:], False)
+    start = int(rng.integers(2, CLIP_CHUNKS - clean + 1))
+    gap = CHUNK + (int(round(MAX_GAP ** rng.random())) if rng.random() < 0.5 else 0)
+    chunks = list(range(start, start + clean))
+    places = [gap + CHUNK * i for i in range(clean)]
+    return _Window([0, *chunks[:-1]], chunks[1:], [0, *places[:-1]], places[1:], rng.random() < 0.3)
+
+
+def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int) -> Batch:
+    """The batch of a step: `alone` first chunks, and windows of one kind with about `budget` chunks.
+
+    Every noisy chunk comes in two or three copies, with a noise of its own each: the context is paid for
+    once.
     """
     rng = np.random.default_rng([seed, 11, step])
-    chunks = int(rng.choice([3, 4, 6], p=[0.4, 0.25, 0.35]))
-    clean, noisy = chunks - 1, (chunks - 1) * copies
-    windows = max(1, round(budget / (clean + noisy)))
+    opening = bool(rng.random() < 0.35)
+    clean = int(rng.choice([1, 2, 3, 5] if opening else [2, 3, 4, 6], p=[0.25, 0.3, 0.2, 0.25]))
+    noisy = clean if opening else clean - 1
+    copies = 2 if noisy > 2 else 3
+    windows = max(1, round(budget / (clean + noisy * copies)))
     texts = _Captions(rng)
     rows = rng.integers(len(pool.firsts), size=alone)
     which = [texts.number(pool.first_scenes[row], -1 - i) for i, row in enumerate(rows)]
     base, weight = [0] * alone, [1.0] * alone
     clean_parts, noisy_parts, clean_base, noisy_base, clean_which, noisy_which = [], [], [], [], [], []
     clean_sees = torch.ones(clean, clean).tril().bool().repeat(windows, 1, 1)
-    noisy_sees = torch.ones(clean, clean).tril().bool().repeat(windows, copies, 1)
+    noisy_sees = torch.ones(noisy, clean).tril(clean - noisy).bool().repeat(windows, copies, 1)
     for w in range(windows):
         clip = int(rng.integers(len(pool.clips)))
-        start = int(rng.integers(1, CLIP_CHUNKS - clean + 1))
-        ids = [0, *range(start, start + clean)]
-        gap = CHUNK
-        if start > 1 and rng.random() < 0.5:
-            gap = CHUNK + int(round(MAX_GAP ** rng.random()))
-        places = [0, *(gap + CHUNK * i for i in range(clean))]
-        if chunks > 2 and rng.random() < 0.3:
+        window = _draw_window(rng, opening, clean)
+        if window.hides_sink:
             clean_sees[w, 1:, 0] = False
-            noisy_sees[w, :, 0] &= torch.arange(clean).repeat(copies) == 0
-        shown = [pool.attributes(clip, c) for c in ids]
-        targets = [1.0] * clean
-        seen = shown[:-1]
+            noisy_sees[w, :, 0] = False
+        seen = [pool.attributes(clip, c) for c in window.clean]
+        shown = [pool.attributes(clip, c) for c in window.noisy]
+        targets = [1.0] * noisy
         if (
-            shown[-1] != shown[0] and rng.random() < 0.5
+            shown[-1] != seen[0] and rng.random() < 0.5
         ):  # a runtime that recomputes its cache for the new prompt
             seen = [shown[-1]] * clean
-            targets = [float(a == shown[-1]) for a in shown[1:]]
-        clean_parts.append(pool.clips[clip, ids[:-1]])
-        noisy_parts.append(pool.clips[clip, ids[1:]].repeat(copies, 1, 1, 1, 1))
-        clean_base += places[:-1]
-        noisy_base += places[1:] * copies
+            targets = [float(a == shown[-1]) for a in shown]
+        clean_parts.append(pool.clips[clip, window.clean])
+        noisy_parts.append(pool.clips[clip, window.noisy].repeat(copies, 1, 1, 1, 1))
+        clean_base += window.clean_base
+        noisy_base += window.noisy_base * copies
         clean_which += [texts.number(a, w) for a in seen]
-        noisy_which += [texts.number(a, w) for a in shown[1:]] * copies
+        noisy_which += [texts.number(a, w) for a in shown] * copies
         weight += targets * copies
     return Batch(
         latents=torch.cat([pool.firsts[rows], *clean_parts, *noisy_parts]).float(),
@@ -193,7 +217,7 @@ def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int, cop
         alone=alone,
         windows=windows,
         clean=clean,
-        noisy=noisy,
+        noisy=noisy * copies,
         clean_sees=clean_sees,
         noisy_sees=noisy_sees,
         weight=torch.tensor(weight),
