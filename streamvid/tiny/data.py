@@ -18,6 +18,7 @@ CLIP_CHUNKS = 8
 CLIP_FRAMES = 1 + 4 * (CHUNK * CLIP_CHUNKS - 1)
 SHARD = 64  # clips; each shard also holds FIRSTS first chunks
 FIRSTS = 320
+ANYWHERE = 0.75  # part of the clips that begin at a random place of the path: later chunks of a long stream
 MAX_GAP = 240  # latent frames between the sink and the rest
 
 
@@ -57,7 +58,8 @@ def encode_shard(vae: AutoencoderKLWan, seed: int, shard: int) -> dict:
     for _ in range(SHARD):
         switch = int(rng.integers(1, CLIP_CHUNKS)) if rng.random() < 0.45 else CLIP_CHUNKS
         frames = (first_frame(switch),) if switch < CLIP_CHUNKS else ()
-        scene = scene_of(sample_attributes(rng), rng, switch_frames=frames)
+        anywhere = rng.random() < ANYWHERE
+        scene = scene_of(sample_attributes(rng), rng, switch_frames=frames, anywhere=anywhere)
         before.append(scene.segments[0][1])
         after.append(scene.segments[-1][1])
         switches.append(switch)

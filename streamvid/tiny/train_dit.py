@@ -19,9 +19,8 @@ SHIFT = 4.0  # training noise leans to the high levels at which the few-step sam
 CONTEXT_NOISE = 0.15  # largest sigma of the noise on clean context, in 60 % of the chunks
 EMA = 0.997
 # (until this part of the budget, first chunks alone, chunks in windows) of a step. First chunks teach how
-# things look,
-# with nothing to copy from, and come first; windows teach motion and memory.
-PLAN = ((0.25, 24, 20), (1.0, 12, 32))
+# things look, with nothing to copy from, and come first; windows teach motion and memory.
+PLAN = ((0.25, 24, 20), (1.0, 14, 34))
 
 
 def bias_of(sees: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -132,7 +131,7 @@ def train_dit(
     fill = pool if callable(pool) else (lambda: pool)
     data = fill()
     while run_.running():
-        optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=0.6))
+        optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=1.0))
         alone, budget = next((a, b) for end, a, b in plan if run_.progress <= end)
         batch = make_batch(data, data_seed(seed), run_.step, alone=alone, budget=budget)
         generator = torch.Generator().manual_seed((data_seed(seed) + 1) * 1_000_003 + run_.step)

@@ -25,7 +25,7 @@ from streamvid.tiny.train_dit import attention_of, flow_loss, update_ema
 
 log = logging.getLogger(__name__)
 STEPS, SHIFT = (1000, 750, 500, 250), 5.0
-OWN = 0.75  # part of the context chunks that are the model's own
+OWN = 0.75  # part of the context chunks that are the model's own, in every second step
 
 
 @torch.no_grad()
@@ -71,11 +71,12 @@ def train_few(
     *,
     seed: int = 0,
     device: str = "cpu",
-    lr: float = 2e-3,
+    lr: float = 5e-3,
     alone: int = 14,
-    budget: int = 30,
+    budget: int = 34,
 ) -> WanTransformer3DModel:
-    """Goes on from `model` (or from the state in `folder`); returns the averaged weights."""
+    """Goes on from `model` (or from the state in `folder`) while the rate falls to nothing; returns the averaged
+    weights."""
     run_ = Run(folder, minutes)
     torch.manual_seed(seed)
     model = copy.deepcopy(model).float().to(device).train().requires_grad_(True)
@@ -88,12 +89,12 @@ def train_few(
         optimizer.load_state_dict(state["optimizer"])
     grid = sigmas_for(STEPS, SHIFT)
     while run_.running():
-        optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=50, hold=0.3))
+        optimizer.set_lr(lr * rate(run_.progress, run_.step, warmup=20, hold=0.1))
         share = data_seed(seed) + 101
         batch = make_batch(pool, share, run_.step, alone=alone, budget=budget)
         text = embed(encoder, tokenizer, batch.captions)
         generator = torch.Generator().manual_seed(share * 1_000_003 + run_.step)
-        context = own_context(ema, batch, text, generator)
+        context = own_context(ema, batch, text, generator) if run_.step % 2 else None
         parts = flow_loss(model, batch, text, generator, grid=grid, context=context)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()

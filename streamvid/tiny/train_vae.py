@@ -30,7 +30,7 @@ def clip_batch(seed: int, step: int, progress: float) -> torch.Tensor:
     for i in range(count):
         # One clip in eight holds a prompt change, so the memory of the decoder learns to let go.
         switch = (int(rng.integers(1, max(2, frames // 4))) * 4 + 1,) if i % 8 == 7 else ()
-        clips.append(render(sample_scene(seed, step * 64 + i, switch_frames=switch), frames))
+        clips.append(render(sample_scene(seed, step * 64 + i, switch_frames=switch, anywhere=True), frames))
     return to_model(np.stack(clips))
 
 
@@ -112,7 +112,7 @@ def finish(vae: AutoencoderKLWan, seed: int, clips: int = 48) -> AutoencoderKLWa
     device = next(vae.parameters()).device
     latents = []
     for i in range(clips):
-        video = to_model(render(sample_scene(seed + 17, i), 33, start=0)[None]).to(device)
+        video = to_model(render(sample_scene(seed + 17, i, anywhere=True), 33, start=0)[None]).to(device)
         latents.append(encode_parameters(vae, video)[:, : vae.config.z_dim])
     z = torch.cat(latents).transpose(0, 1).flatten(1)
     vae.register_to_config(latents_mean=z.mean(1).tolist(), latents_std=z.std(1).tolist())

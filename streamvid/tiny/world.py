@@ -188,26 +188,37 @@ def render(scene: Scene, num_frames: int, start: int = 0, side: int = SIDE) -> n
     return (out + 0.5).astype(np.uint8)
 
 
-def sample_scene(seed: int, index: int, *, switch_frames: tuple[int, ...] = ()) -> Scene:
+def sample_scene(
+    seed: int, index: int, *, switch_frames: tuple[int, ...] = (), anywhere: bool = False
+) -> Scene:
     """Scene number `index` of the endless list that `seed` names; the prompt changes at each of
     `switch_frames`.
 
     A change touches one attribute in most cases, otherwise each of them with probability one half.
     """
     rng = np.random.default_rng([seed, index])
-    return scene_of(sample_attributes(rng), rng, switch_frames=switch_frames)
+    return scene_of(sample_attributes(rng), rng, switch_frames=switch_frames, anywhere=anywhere)
 
 
 def scene_of(
-    attributes: Attributes, rng: np.random.Generator, *, switch_frames: tuple[int, ...] = ()
+    attributes: Attributes,
+    rng: np.random.Generator,
+    *,
+    switch_frames: tuple[int, ...] = (),
+    anywhere: bool = False,
 ) -> Scene:
-    """A scene that begins with the given attributes, with random phase and shift."""
+    """A scene that begins with the given attributes, with a random shift.
+
+    A scene begins at the start of its path, so that the caption decides how it looks; with `anywhere` it begins at a
+    random place of the path instead, as a scene does that has been going on for a while.
+    """
     segments = [(0, attributes)]
     for frame in switch_frames:
         segments.append((frame, change(segments[-1][1], rng)))
     angle, length = 2 * np.pi * rng.random(), JITTER * np.sqrt(rng.random())
     shift = (float(length * np.cos(angle)), float(length * np.sin(angle)))
-    return Scene(tuple(segments), float(rng.random() * PERIOD * 3), shift)
+    phase = float(rng.random() * PERIOD * 3) if anywhere else 0.0
+    return Scene(tuple(segments), phase, shift)
 
 
 def change(attributes: Attributes, rng: np.random.Generator) -> Attributes:
