@@ -75,8 +75,8 @@ def train_few(
     alone: int = 14,
     budget: int = 34,
 ) -> WanTransformer3DModel:
-    """Goes on from `model` (or from the state in `folder`) while the rate falls to nothing; returns the averaged
-    weights."""
+    """Goes on from `model` (or from the state in `folder`) while the rate falls to nothing; returns the
+    averaged weights."""
     run_ = Run(folder, minutes)
     torch.manual_seed(seed)
     model = copy.deepcopy(model).float().to(device).train().requires_grad_(True)

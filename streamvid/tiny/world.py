@@ -209,8 +209,8 @@ def scene_of(
 ) -> Scene:
     """A scene that begins with the given attributes, with a random shift.
 
-    A scene begins at the start of its path, so that the caption decides how it looks; with `anywhere` it begins at a
-    random place of the path instead, as a scene does that has been going on for a while.
+    A scene begins at the start of its path, so that the caption decides how it looks; with `anywhere` it
+    begins at a random place of the path instead, as a scene does that has been going on for a while.
     """
     segments = [(0, attributes)]
     for frame in switch_frames:
