@@ -58,9 +58,7 @@ def recache(
     sink = min(cache.num_sink_frames(), frames - 1) if keep_sink and first > 0 else 0
     if mode == "window":
         cache.rebuild(first, keep_sink=sink > 0)
-        encode(
-            latents, sink
-        )  # those oldest frames run as queries only
+        encode(latents, sink)  # those oldest frames run as queries only
         return
     cache.rebuild(first + sink, keep_sink=sink > 0)  # a causal pass does not look ahead, so they need not run
     latents = latents[:, sink:]
