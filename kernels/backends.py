@@ -6,6 +6,7 @@ the dispatcher's (`attention.py`).
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -111,11 +112,24 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
+def _interpreter_missing(dtype: torch.dtype) -> str:
+    if dtype == torch.bfloat16:
+        return "the interpreter computes bfloat16 wrongly; use float32"
+    versions = {name: importlib.metadata.version(name) for name in ("triton", "numpy")}
+    numbers = {name: tuple(map(int, text.split(".")[:2])) for name, text in versions.items()}
+    if numbers["triton"] < (3, 9) and numbers["numpy"] >= (
+        2,
+        4,
+    ):  # it takes int() of arrays, an error since numpy 2.4
+        return f"the interpreter of Triton {versions['triton']} fails with numpy {versions['numpy']}; upgrade Triton"
+    return ""
+
+
 def _triton_missing(device: torch.device, dtype: torch.dtype) -> str:
     if not has_module("triton"):
         return "Triton is not installed (pip install triton)"
     if interpreting():
-        return "the interpreter computes bfloat16 wrongly; use float32" if dtype == torch.bfloat16 else ""
+        return _interpreter_missing(dtype)
     if device.type != "cuda":
         return "it needs a CUDA device; on a CPU set TRITON_INTERPRET=1 to run the kernels (slowly) in the interpreter"
     if torch.cuda.get_device_capability(device) < (8, 0):

@@ -14,8 +14,8 @@ from torch import Tensor
 from .backends import Dense
 from .types import BlockMap
 
-HOST_GATHER = 1 << 18
-"""Elements of k gathered at a time on the CPU: 1 MiB stays near the cache, and the allocator keeps it."""
+HOST_GATHER = 1 << 19
+"""Elements of k gathered at a time on the CPU: 2 MiB stays near the cache, and the allocator keeps it."""
 DEVICE_GATHER = 1 << 26
 """The same on other devices."""
 
@@ -48,13 +48,15 @@ class _Gather:
     shape: tuple[int, int, int]
     """Problems, queries of each, keys of each."""
     query_rows: Tensor
-    """Rows of ``[b * nq * h]`` to read; any row at places without a token."""
+    """Rows of ``[b * nq * h]`` to read; any row at places without a token. Not read where ``whole``."""
     key_rows: Tensor
     """Rows of ``[b * n * hg]`` to read."""
     out_rows: Tensor
     """Rows of ``[b * nq * h + 1]`` to write; places without a token go to the last."""
     bias: Tensor | None
     """fp32 ``[problems, keys]``: the map's own bias, and ``-inf`` where there is no key."""
+    whole: bool
+    """Every head's queries are one block in their own order, and this gather serves all of them."""
     bias_index: Tensor
     """Where each key's own bias is in ``[b * hg * n]``."""
 
@@ -86,7 +88,7 @@ def _plan(blocks: BlockMap, batch: int, places: tuple[int, ...], head_dim: int) 
     nq, n, hg, h = blocks.queries.num_tokens, blocks.keys.num_tokens, blocks.indices.shape[1], len(places)
     q_tokens = blocks.queries.tokens(device).long()
     k_tokens = blocks.keys.tokens(device).long()
-    holes = blocks.keys.table is not None or n % blocks.keys.size != 0
+    holes = bool((k_tokens < 0).any()) if on_host else True
     place = torch.tensor(places, device=device)
     rows = len(q_tokens)
     counts = blocks.counts.index_select(1, place).expand(batch, h, rows)
@@ -119,10 +121,30 @@ def _plan(blocks: BlockMap, batch: int, places: tuple[int, ...], head_dim: int) 
                 key_rows=((item[:, None] * n + keys) * hg + at[:, None]).flatten(),
                 out_rows=out_rows.flatten(),
                 bias=bias,
+                whole=batch == 1 and len(problems) == h and rows == 1 and blocks.queries.table is None,
                 bias_index=(item * hg + at)[:, None] * n + keys,
             )
         )
     return plan
+
+
+def _keys(gather: _Gather, k_flat: Tensor, v_flat: Tensor) -> list[Tensor]:
+    """Gathered keys and values ``[1, keys, problems, d]``: a problem takes the place of a head, so that its bias may
+    differ from the others'."""
+    problems, _, keys = gather.shape
+    return [
+        flat.index_select(0, gather.key_rows).view(1, problems, keys, -1).transpose(1, 2)
+        for flat in (k_flat, v_flat)
+    ]
+
+
+def _own(gather: _Gather, bias: Tensor | None, batch: int, k: Tensor) -> Tensor | None:
+    """The map's bias and the view's, ``[1, problems, keys]``."""
+    extra = gather.bias
+    if bias is not None:
+        own = bias.expand(batch, k.shape[2], -1).reshape(-1)[gather.bias_index]
+        extra = own if extra is None else extra + own
+    return None if extra is None else extra[None]
 
 
 def attend_blocks(
@@ -154,22 +176,18 @@ def attend_blocks(
     plan = blocks.plans.get((b, places))
     if plan is None:
         plan = blocks.plans[b, places] = _plan(blocks, b, places, d)
-    q_flat, k_flat, v_flat = (x.reshape(-1, d) for x in (q, k, v))
+    k_flat, v_flat = (x.reshape(-1, d) for x in (k, v))
+    if len(plan) == 1 and plan[0].whole:
+        out, lse = dense(q, *_keys(plan[0], k_flat, v_flat), _own(plan[0], bias, b, k), scale, True)
+        assert lse is not None
+        return out, lse
+    q_flat = q.reshape(-1, d)
     out = q.new_zeros(b * nq * h + 1, d)
     lse = torch.full((b * nq * h + 1,), -torch.inf, device=q.device)
     for gather in plan:
-        problems, queries, keys = gather.shape
-        extra = gather.bias
-        if bias is not None:
-            own = bias.expand(b, k.shape[2], -1).reshape(-1)[gather.bias_index]
-            extra = own if extra is None else extra + own
-        # A problem takes the place of a head, as a bias may differ between heads but not between batch items.
+        problems, queries, _ = gather.shape
         gq = q_flat.index_select(0, gather.query_rows).view(1, problems, queries, d).transpose(1, 2)
-        gk, gv = (
-            flat.index_select(0, gather.key_rows).view(1, problems, keys, d).transpose(1, 2)
-            for flat in (k_flat, v_flat)
-        )
-        part, part_lse = dense(gq, gk, gv, None if extra is None else extra[None], scale, True)
+        part, part_lse = dense(gq, *_keys(gather, k_flat, v_flat), _own(gather, bias, b, k), scale, True)
         assert part_lse is not None
         out.index_copy_(0, gather.out_rows, part[0].transpose(0, 1).reshape(-1, d))
         lse.index_copy_(0, gather.out_rows, part_lse[0].float().reshape(-1))

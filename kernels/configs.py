@@ -60,7 +60,7 @@ def default_config(
     if capability in (90, 100, 103):
         return Config(128, 64, 8, 2 if packed else 3)
     # Unpacking keeps scales and codes in registers beside the accumulators: smaller tiles where that would spill.
-    if (rope and (k_bits or v_bits)) or (capability >= 120 and 4 in (k_bits, v_bits)):
+    if (rope and (k_bits or v_bits)) or (capability > 80 and 4 in (k_bits, v_bits)):
         return Config(64, 32, 8, 2)
     if packed:
         return Config(64, 64, 8, 2)

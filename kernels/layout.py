@@ -67,19 +67,24 @@ class Blocking:
 def auto_cube(grid: tuple[int, int], frames: int, limit: int = 64) -> tuple[int, int, int]:
     """Frames, rows and columns of a block: at most ``limit`` tokens, dividing the grid where possible, nearly square.
 
-    Whole frames where they fit; else one chunk deep, because the frames of a chunk are made together.
+    Whole frames where they fit; else one frame deep, or one chunk where that fills the places better.
     """
     rows, columns = grid
     if rows * columns <= limit:
         return max(1, min(frames, limit // (rows * columns))), rows, columns
-    depth = max(1, min(frames, 4))
-    shapes = [(r, c) for r in range(1, rows + 1) for c in range(1, columns + 1) if depth * r * c <= limit]
-    return depth, *max(shapes, key=lambda shape: _worth(shape, depth, grid, limit))
+    shapes = [
+        (depth, height, width)
+        for depth in dict.fromkeys((1, min(frames, 4)))
+        for height in range(1, rows + 1)
+        for width in range(1, columns + 1)
+        if depth * height * width <= limit
+    ]
+    return max(shapes, key=lambda shape: _worth(shape, grid, limit))
 
 
-def _worth(shape: tuple[int, int], depth: int, grid: tuple[int, int], limit: int) -> float:
+def _worth(shape: tuple[int, int, int], grid: tuple[int, int], limit: int) -> float:
     """Share of the places that hold a token, borders included, less a little for elongated blocks."""
-    height, width = shape
+    depth, height, width = shape
     count = -(-grid[0] // height) * -(-grid[1] // width)
     return grid[0] * grid[1] * depth / (limit * count) - 0.03 * abs(height - width)
 

@@ -76,7 +76,7 @@ class Selector:
     cube: tuple[int, ...] = ()
     """Frames, rows and columns of a block of keys, as ``3+5+4``; empty = chosen for at most 64 tokens."""
     queries: tuple[int, ...] = ()
-    """The same for queries; empty = ``cube`` if that is given, else the whole chunk up to 256 tokens, or 128 of it.
+    """The same for queries; empty = ``cube`` if that is given, else the whole chunk up to 1024 tokens, or 128 of it.
     Larger blocks compute faster and choose more coarsely."""
     loose: int = 64
     """Tokens of a block where tokens have no place on the grid."""
@@ -99,7 +99,7 @@ class Selector:
         frames = len(layout.query_times)
         size = layout.grid[0] * layout.grid[1]
         cube = self.cube or auto_cube(layout.grid, 1 if size <= 64 else frames)
-        whole = auto_cube(layout.grid, frames, 256 if frames * size <= 256 else 128)
+        whole = auto_cube(layout.grid, frames, 1024 if frames * size <= 1024 else 128)
         queries = self.queries or self.cube or whole
         return blocking(layout, tuple(cube), self.loose, device, tuple(queries))  # type: ignore[arg-type]
 

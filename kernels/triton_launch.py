@@ -39,22 +39,19 @@ def _head_table(heads: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(heads, dtype=torch.int32, device=device)
 
 
-def _power_of_two(blocks: Blocks, device: torch.device) -> Blocks:
-    """The same blocks with a size the kernel can index: a power of two of at least 16."""
-    size = max(16, 1 << (blocks.size - 1).bit_length())
-    if size == blocks.size:
-        return blocks
-    table = torch.nn.functional.pad(blocks.tokens(device), (0, size - blocks.size), value=-1)
-    return Blocks(blocks.num_tokens, size, table.contiguous())
-
-
-def _split(blocks: Blocks, limit: int) -> tuple[Blocks, int]:
-    """Blocks of at most ``limit`` tokens, and into how many each was cut."""
-    parts = max(1, blocks.size // limit)
-    if parts == 1:
-        return blocks, 1
-    table = None if blocks.table is None else blocks.table.reshape(-1, blocks.size // parts)
-    return Blocks(blocks.num_tokens, blocks.size // parts, table), parts
+def _tiled(blocks: Blocks, limit: int, device: torch.device) -> tuple[Blocks, int]:
+    """Blocks whose size is a power of two from 16 to ``limit``, and into how many each was cut."""
+    if blocks.size > limit:
+        parts = -(-blocks.size // limit)
+        size = limit
+    else:
+        parts = 1
+        size = max(16, 1 << (blocks.size - 1).bit_length())
+    short = parts * size - blocks.size
+    if blocks.table is None and not short:
+        return Blocks(blocks.num_tokens, size), parts
+    table = torch.nn.functional.pad(blocks.tokens(device), (0, short), value=-1)
+    return Blocks(blocks.num_tokens, size, table.reshape(-1, size).contiguous()), parts
 
 
 def fit(blocks: BlockMap, config: Config) -> BlockMap:
@@ -67,8 +64,8 @@ def fit(blocks: BlockMap, config: Config) -> BlockMap:
 
 def _fit(blocks: BlockMap, config: Config) -> BlockMap:
     device = blocks.indices.device
-    queries, q_parts = _split(_power_of_two(blocks.queries, device), config.block_m)
-    keys, k_parts = _split(_power_of_two(blocks.keys, device), config.block_n)
+    queries, q_parts = _tiled(blocks.queries, config.block_m, device)
+    keys, k_parts = _tiled(blocks.keys, config.block_n, device)
     indices, counts, bias = blocks.indices, blocks.counts, blocks.bias
     if k_parts > 1:
         steps = torch.arange(k_parts, dtype=torch.int32, device=device)

@@ -85,8 +85,6 @@ def record(
 ) -> tuple[list[Sample], tuple[int, int]]:
     """Keys and values a model really makes, one sample for each prompt and layer.
 
-    The last layer is missing: its context pass needs no attention and so no queries.
-
     Args:
         pipe: the model.
         prompts: one clip each.

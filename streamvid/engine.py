@@ -31,12 +31,17 @@ class Engine:
         model: the causal driver.
         text: ``TextEncoder``, or None when the checkpoint has none.
         config: the stream's configuration.
+        condition: ``[1, n, c, h, w]``, what an image-to-video model reads beside latent frame 0, 1, ...; from ``n - 1``
+            on it stays the same. None for other models.
     """
 
-    def __init__(self, model: CausalWan, text: Any, config: StreamConfig) -> None:
+    def __init__(
+        self, model: CausalWan, text: Any, config: StreamConfig, condition: Tensor | None = None
+    ) -> None:
         self.model = model
         self.text = text
         self.config = config
+        self.condition = condition
         self.passes = 0
         """Context passes run, re-encodings included."""
 
@@ -59,11 +64,11 @@ class Engine:
         side.embeds, side.prompt = embeds, self.read(embeds)
 
     def signature(self, embeds: Tensor) -> Tensor:
-        """A prompt as ``[heads, head_dim]``: its rows after the model's text layers, averaged (SWIFT)."""
+        """A prompt as ``[1, heads, head_dim]``: its rows after the model's text layers, averaged (SWIFT)."""
         rows = embeds[0][embeds[0].any(dim=-1)]
         rows = rows if len(rows) else embeds[0][:1]
         hidden = self.model.model.condition_embedder.text_embedder(rows)
-        return hidden.mean(0).view(self.model.geometry.heads, self.model.geometry.head_dim)
+        return hidden.mean(0).view(1, self.model.geometry.heads, self.model.geometry.head_dim)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -91,7 +96,10 @@ class Engine:
             tokens: Tensor | None = None,
         ) -> Tensor:
             side = state.sides[branch]
-            return self.model(x_t, timestep, side.prompt, side.cache, hooks=hooks, tokens=tokens)
+            condition = self._condition(side, x_t.shape[1])
+            return self.model(
+                x_t, timestep, side.prompt, side.cache, condition=condition, hooks=hooks, tokens=tokens
+            )
 
         return denoise
 
@@ -114,8 +122,16 @@ class Engine:
         ) -> Tensor:
             assert state.owed is not None and hooks is None and tokens is None
             side, owed = state.sides[branch], state.owed
+            count = owed.latents.shape[1]
             flow = self.model.fused_pass(
-                owed.latents, self.config.context_noise, x_t, timestep, side.prompt, side.cache
+                owed.latents,
+                self.config.context_noise,
+                x_t,
+                timestep,
+                side.prompt,
+                side.cache,
+                condition=self._condition(side, count),
+                next_condition=self._condition(side, x_t.shape[1], after=count),
             )
             self._paid(state, branch)
             self.passes += 1
@@ -167,9 +183,19 @@ class Engine:
             raise
 
     def _commit(self, side: Side, latents: Tensor) -> None:
-        self.model.context_pass(latents, self.config.context_noise, side.prompt, side.cache)
+        condition = self._condition(side, latents.shape[1])
+        self.model.context_pass(
+            latents, self.config.context_noise, side.prompt, side.cache, condition=condition
+        )
         side.cache.commit()
         self.passes += 1
+
+    def _condition(self, side: Side, count: int, after: int = 0) -> Tensor | None:
+        """The condition of ``count`` latent frames, ``after`` frames into the chunk in progress."""
+        if self.condition is None:
+            return None
+        start, last = side.cache.chunk.start + after, self.condition.shape[1] - 1
+        return self.condition[:, [min(index, last) for index in range(start, start + count)]]
 
     # ---- between chunks -----------------------------------------------------------------------------------------
 
@@ -199,6 +225,10 @@ class Engine:
             and not any(overrides(cache.policy, hook) for hook in _WATCHING)
             for cache in state.caches()
         )
+
+    def cut_restarts(self, state: StreamState) -> bool:
+        """Whether a cut forgets the past, rather than the memory policy making it by a gap in time."""
+        return not any(overrides(cache.policy, "on_cut") for cache in state.caches())
 
     def reach(self, state: StreamState) -> int | None:
         """Latent frames whose clean latents a re-encoding of the past may need; None: all."""

@@ -23,7 +23,7 @@ from streamvid.memory.spec import build, effective
 from streamvid.options import StreamOptions
 from streamvid.rolling import RollingState
 from streamvid.sampler import make_sampler
-from streamvid.starts import prepare_start
+from streamvid.starts import Start, prepare_start
 from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
 from streamvid.stepcache.base import NoCache
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
-    """A stream at frame 0. Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work."""
+def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | None = None) -> VideoStream:
+    """A stream at frame 0; ``start``: one that has been prepared before.
+
+    Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work.
+    """
     from streamvid.stream import VideoStream
 
     config = options.configure(pipe.config)
@@ -90,8 +93,9 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions) -> VideoStream:
     )
     if codec is None:
         check_room(geometry, policy, config, len(sampler.branches))
-    start = prepare_start(pipe, options, rule, (height, width))
-    engine = Engine(pipe.model, pipe.text_encoder, config)
+    if start is None:
+        start = prepare_start(pipe, options, rule, (height, width))
+    engine = Engine(pipe.model, pipe.text_encoder, config, start.condition)
     sides: dict[str, Side] = {}
     for branch in sampler.branches:
         text = options.prompt if branch == "cond" else config.negative_prompt

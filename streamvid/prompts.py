@@ -88,11 +88,13 @@ class PromptQueue:
 
     Args:
         rule: how long chunks are, to name the frame at which a chunk starts.
+        cut_restarts: whether decoding starts afresh at a cut, which shortens that chunk.
     """
 
-    def __init__(self, rule: ChunkRule, place: Place) -> None:
+    def __init__(self, rule: ChunkRule, place: Place, cut_restarts: bool = True) -> None:
         self._rule = rule
         self._place = place
+        self._cut_restarts = cut_restarts
         self._waiting: dict[int, Change] = {}
         self._lock = threading.Lock()
 
@@ -173,6 +175,6 @@ class PromptQueue:
 
     def _next(self, place: Place) -> Place:
         change = self._waiting.get(place.chunk)
-        if change is not None and change.transition is None:
+        if change is not None and change.transition is None and self._cut_restarts:
             place = replace(place, restart=True)
         return self._rule.after(self._rule.plan(place))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamvid.errors import StreamvidError
+from streamvid.opening import open_stream
+from streamvid.options import StreamOptions
 from streamvid.output import VideoChunk
 from streamvid.prompts import Change, Receipt, Transition
 from streamvid.snapshot import load_tree, save_tree
@@ -39,7 +41,7 @@ def save_stream(path: str | os.PathLike[str], stream: VideoStream) -> int:
             "fingerprint": stream._pipe.components.fingerprint,
             "options": options,
             "state": stream._state.state_dict(),
-            "start": {"chunks": stream._start.chunks, "place": vars(stream._start.place).copy()},
+            "start": vars(stream._start) | {"place": vars(stream._start.place).copy()},
             "waiting": [vars(change.receipt).copy() for change in stream._queue.waiting()],
             "unread": [_pack_chunk(chunk) for chunk in stream._unread],
         }
@@ -54,11 +56,16 @@ def restore_stream(pipe: StreamPipeline, path: str | os.PathLike[str], *, ahead:
             f"{path}: the snapshot was made with another model (fingerprint {tree['fingerprint'][:12]}, this one is "
             f"{pipe.components.fingerprint[:12]}); load the model it was made with"
         )
-    stream = pipe.stream(**tree["options"])
+    begun = tree["start"]
+    start = Start(
+        [part.to(pipe.device) for part in begun["chunks"]],
+        Place(**begun["place"]),
+        None if begun["condition"] is None else begun["condition"].to(pipe.device),
+    )
+    options = dict(tree["options"])
+    stream = open_stream(pipe, StreamOptions.make(options.pop("prompt"), options), start)
     with stream._lock, torch.no_grad():
         state = stream._state
-        begun = tree["start"]
-        stream._start = Start([part.to(pipe.device) for part in begun["chunks"]], Place(**begun["place"]))
         state.load_state_dict(tree["state"], pipe.device)
         for side in state.sides.values():
             stream._engine.set_embeds(side, side.embeds)

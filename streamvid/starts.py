@@ -1,8 +1,9 @@
 """What a stream starts from besides noise: an image as its first frame, or a clip that it goes on from.
 
-Both become clean latents, adopted chunk by chunk in place of generated ones. An image is frame 0 of the output.
-A clip's newest frames that fill whole chunks are used, and not given out again: the output begins with the frame
-after its last. Knows nothing of the chunk loop.
+Both become clean latents, adopted chunk by chunk in place of generated ones. An image is frame 0 of the output; for an
+image-to-video model of the Wan kind it is a condition beside every latent frame instead. A clip's newest frames that
+fill whole chunks are used, and not given out again: the output begins with the frame after its last. Knows nothing of
+the chunk loop.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from streamvid.options import StreamOptions
     from streamvid.pipeline import StreamPipeline
 
+MOST_CONDITION_LATENTS = 64
+"""Latent frames of grey after which an encoder is taken to have settled."""
+
 
 @dataclass
 class Start:
@@ -32,6 +36,8 @@ class Start:
     """``[1, f, c, h, w]``, one a chunk."""
     place: Place = Place()
     """Frames before 0 are not given out."""
+    condition: Tensor | None = None
+    """What an image-to-video model reads beside its latents, see ``engine.Engine``."""
 
     def latents(self, chunk: int) -> Tensor | None:
         """What chunk number ``chunk`` adopts; None: it is generated."""
@@ -50,10 +56,15 @@ def prepare_start(
 
     Raises StreamvidError when the model takes none, or when it cannot be read, has another size or is too short.
     """
+    extra = pipe.model.geometry.condition_channels
+    if extra and options.image is None:
+        raise StreamvidError("this is an image-to-video model and needs a picture; pass image= (--image)")
     if options.image is None and options.video is None:
         return Start()
     if pipe.vae is None:
         raise StreamvidError(f"a start from pictures needs an autoencoder: {pipe.components.missing['vae']}")
+    if extra:
+        return Start(condition=_image_condition(pipe, _fit(read_image(options.image), size, "image"), extra))
     if options.image is not None:
         if not pipe.config.independent_first_frame:
             raise StreamvidError(
@@ -67,6 +78,36 @@ def prepare_start(
     first, rest = latents[:, : rule.first_latents], latents[:, rule.first_latents :]
     chunks = [first, *(rest.split(rule.latents, dim=1) if rest.shape[1] else ())]
     return Start(chunks, Place(frame=-len(pictures)))
+
+
+def _image_condition(pipe: StreamPipeline, picture: np.ndarray, channels: int) -> Tensor:
+    """Mask and latents of Wan's image-to-video models ``[1, n, channels, h, w]``.
+
+    The picture followed by grey, encoded as one video; the mask has ones at the first latent frame. A causal encoder
+    that sees nothing but grey settles, exactly, so the first ``n`` frames are all there is.
+    """
+    from streamvid.vae import make_encoder
+
+    if pipe.model.geometry.image_dim is not None:
+        raise StreamvidError("this model also reads a CLIP embedding of the picture, which is not supported")
+    encoder = make_encoder(pipe.vae)
+    scale = encoder.geometry
+    if channels != scale.temporal + scale.latent_channels:
+        raise StreamvidError(
+            f"this model reads {channels} condition channels beside its latents; only Wan's "
+            f"{scale.temporal} + {scale.latent_channels} (mask and picture) are supported"
+        )
+    video = torch.from_numpy(picture.copy()).to(pipe.device).permute(2, 0, 1)[None, None].float() / 255
+    grey = torch.full_like(video, 0.5).expand(-1, scale.temporal, -1, -1, -1)
+    frames = [encoder.encode(video)]
+    while len(frames) < MOST_CONDITION_LATENTS:
+        frames.append(encoder.encode(grey))
+        if torch.equal(frames[-1], frames[-2]):
+            break
+    latents = torch.cat(frames, dim=1)
+    mask = torch.zeros_like(latents[:, :, :1]).expand(-1, -1, scale.temporal, -1, -1).clone()
+    mask[:, 0] = 1
+    return torch.cat([mask, latents], dim=2).to(pipe.dtype)
 
 
 def _newest(video: Any, rule: ChunkRule) -> list[np.ndarray]:

@@ -66,7 +66,7 @@ class VideoStream:
         self._shape = (engine.model.geometry.out_channels, *grid)
         self._fuses = (options.fuse_context or state.step_cache.fuses_context) and engine.fuses(state)
         self._noise = CounterNoise([options.seed])
-        self._queue = PromptQueue(rule, state.at)
+        self._queue = PromptQueue(rule, state.at, engine.cut_restarts(state))
         self._meter = Meter()
         self._unread: list[VideoChunk] = []
         self._lock = threading.RLock()
@@ -96,6 +96,8 @@ class VideoStream:
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
         state, clock = self._state, Clock()
+        counts, passes = state.step_cache.accounting, self._engine.passes
+        run, skipped = counts.run, counts.skipped
         change = self._queue.begin(state.at)
         given = self._start.latents(state.at.chunk)
         steady = change is None and state.blend is None and given is None
@@ -126,6 +128,11 @@ class VideoStream:
             prompt=state.text,
             transition=None if change is None else change.receipt.transition,
             seconds=clock.seconds,
+            steps={
+                "computed": counts.run - run,
+                "skipped": counts.skipped - skipped,
+                "context": self._engine.passes - passes,
+            },
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
 
@@ -138,31 +145,20 @@ class VideoStream:
             num_latents=plan.num_latents,
             kind="first" if plan.first else "normal",
         )
-        shape, place = (1, plan.num_latents, *self._shape), (engine.model.device, engine.model.dtype)
+        shape, model = (1, plan.num_latents, *self._shape), engine.model
+        common: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "callback": self.on_step}
         try:
             if state.rolling is not None:
+                joint = engine.joint(state)
                 latents = self._sampler.sample_chunk(
-                    engine.joint(state),
-                    info,
-                    self._noise,
-                    shape,
-                    state=state.rolling,
-                    device=place[0],
-                    dtype=place[1],
-                    callback=self.on_step,
+                    joint, info, self._noise, shape, state=state.rolling, **common
                 )
                 engine.begin(state, plan)
                 return latents
+            rides = engine.fused(state) if fused else None
+            denoise = engine.denoiser(state)
             return self._sampler.sample_chunk(
-                engine.denoiser(state),
-                info,
-                self._noise,
-                shape,
-                step_cache=state.step_cache,
-                device=place[0],
-                dtype=place[1],
-                fused=engine.fused(state) if fused else None,
-                callback=self.on_step,
+                denoise, info, self._noise, shape, step_cache=state.step_cache, fused=rides, **common
             )
         except BaseException:
             engine.abort(state)
@@ -287,20 +283,23 @@ class VideoStream:
         Returns:
             A receipt that names the chunk and its first frame, and later tells whether it was applied.
         """
-        self._check_open()
-        if not isinstance(text, str):
-            raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
-        return self._queue.put(text, Transition.parse(transition), at_frame=at_frame, at_chunk=at_chunk)
+        return self._change(text, Transition.parse(transition), at_frame, at_chunk)
 
     def cut(self, text: str, *, at_frame: int | None = None, at_chunk: int | None = None) -> Receipt:
         """A new scene: memory and decoder start afresh with ``text``, so nothing of the old scene is left.
 
-        Frame and chunk numbers go on, and so does the noise. The first chunk of a scene is a few frames shorter.
+        Frame and chunk numbers go on, and so does the noise. The first chunk of a scene is a few frames shorter. A
+        memory policy may make the cut its own way and keep its history across it (``infinity_rope``).
         """
+        return self._change(text, None, at_frame, at_chunk)
+
+    def _change(
+        self, text: str, how: Transition | None, at_frame: int | None, at_chunk: int | None
+    ) -> Receipt:
         self._check_open()
         if not isinstance(text, str):
             raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
-        return self._queue.put(text, None, at_frame=at_frame, at_chunk=at_chunk)
+        return self._queue.put(text, how, at_frame=at_frame, at_chunk=at_chunk)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -3,11 +3,17 @@
 import torch
 from hypothesis import strategies as st
 
+from streamvid.kernels.backends import BACKENDS, interpreting
 from streamvid.kernels.blocks import dense_mask
 from streamvid.kernels.quantise import dequantise, quantise
 from streamvid.kernels.reference import reference
 from streamvid.kernels.rope import rope_table, rotate
 from streamvid.kernels.types import BlockMap, Blocks, KVView
+
+NO_KERNELS = BACKENDS["triton"].missing(torch.device("cpu"), torch.float32)
+if not interpreting():
+    NO_KERNELS = NO_KERNELS or "these tests run the kernels in the interpreter"
+"""Why Triton kernels cannot run on the CPU here; empty = they can."""
 
 
 def plain(x):

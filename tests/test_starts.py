@@ -138,3 +138,41 @@ def test_reset_and_snapshot_keep_the_start(text_pipe, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, islice(stream, 6), strict=True))
     restored = list(islice(text_pipe.restore(tmp_path / "at_start"), 6))
     assert all(torch.equal(a, b) for a, b in zip(whole, restored, strict=True))
+
+
+@pytest.fixture(scope="module")
+def condition_pipe(tmp_path_factory):
+    """Wan's image-to-video kind: mask and picture latents as further input channels, chunks of 3."""
+    folder = tmp_path_factory.mktemp("models") / "wan_i2v"
+    transformer = tiny_random.random_transformer(in_channels=4 + 4 + 4, out_channels=4)
+    return small(streamvid.load(tiny_random.save_folder(folder, transformer=transformer)))
+
+
+def test_an_image_condition_is_read_by_every_chunk(condition_pipe) -> None:
+    def run(seed: int, **options):
+        stream = condition_pipe.stream(A, output_type="latent", image=pictures(1, seed)[0], **options)
+        return stream, [chunk.frames.clone() for chunk in islice(stream.chunks(), 4)]
+
+    (stream, plain), (_, other), (_, fused) = run(0), run(1), run(0, fuse_context=True)
+    assert all(not torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(plain, fused, strict=True))
+    table = stream._start.condition
+    assert table[:, 0, :4].eq(1).all() and table[:, 1:, :4].eq(0).all()
+    assert torch.equal(table[:, -1], table[:, -2]), "grey has settled"
+    encoder = make_encoder(condition_pipe.vae)
+    picture = torch.from_numpy(pictures(1)[0]).permute(2, 0, 1)[None, None].float() / 255
+    video = torch.cat([picture, torch.full((1, 16, 3, 32, 32), 0.5)], dim=1)
+    assert torch.equal(table[:, :5, 4:], encoder.encode(video)[:, :5]), "picture, then grey"
+    with pytest.raises(StreamvidError, match="needs a picture; pass image="):
+        condition_pipe.stream(A)
+
+
+def test_an_image_condition_survives_recache_and_snapshot(condition_pipe, tmp_path: Path) -> None:
+    stream = condition_pipe.stream(A, output_type="latent", image=pictures(1)[0])
+    next(stream)
+    stream.set_prompt("a blue star", "recache")
+    list(islice(stream, 4))
+    stream.snapshot(tmp_path / "a")
+    rest = list(islice(stream, 6))
+    again = list(islice(condition_pipe.restore(tmp_path / "a"), 6))
+    assert all(torch.equal(a, b) for a, b in zip(rest, again, strict=True))

@@ -94,6 +94,7 @@ def test_chunks_carry_their_metadata_and_the_unread_rest(pipe) -> None:
         [first, *(frame for block in blocks for frame in block.frames)], list(pipe.stream(A, num_frames=25))
     )
     assert {"context", "denoise", "decode", "total"} <= set(blocks[1].seconds)
+    assert blocks[1].steps == {"computed": 2, "skipped": 0, "context": 1}
 
 
 # ---- seeds, batches, prompts (cases 6) ----------------------------------------------------------------------------
@@ -546,3 +547,32 @@ def test_a_failed_chunk_leaves_the_stream_as_it_was(pipe) -> None:
     stream.on_step = None
     made += [chunk.frames.clone() for chunk in islice(stream.chunks(), 2)]
     assert all(torch.equal(a, b) for a, b in zip(plain, made, strict=True))
+
+
+def test_a_policy_may_make_the_cut_its_own_way(pipe) -> None:
+    stream = pipe.stream(A, output_type="latent", memory="infinity_rope")
+    blocks = stream.chunks()
+    for _ in range(3):
+        next(blocks)
+    receipt = stream.cut(B)
+    later = stream.set_prompt(A, at_frame=receipt.frame + 1)
+    assert (receipt.frame, later.frame) == (33, 45), "decoding goes on, so no chunk is shortened"
+    assert next(blocks).prompt == B and rows(stream), "the history is kept"
+
+
+def test_prompt_changes_reach_the_memory_policy(pipe) -> None:
+    _, stream, _ = run_switch(pipe, "swift", memory="swift:size=9,shortest=6")
+    regions = {entry.region for bank in cache_of(stream).all_banks() for entry in bank.entries}
+    assert {"bridge", "anchors"} & regions
+
+
+def test_load_names_the_nearest_setting(tiny_random_folder) -> None:
+    with pytest.raises(StreamvidError, match="did you mean 'lora'"):
+        streamvid.load(tiny_random_folder, lorra="x")
+    with pytest.raises(ValueError, match="unknown attention backend"):
+        streamvid.load(tiny_random_folder, attention="flash9")
+    pipe = streamvid.StreamPipeline.from_pretrained(tiny_random_folder, torch_dtype=torch.float32)
+    assert pipe.dtype == torch.float32 and pipe.device.type == "cpu"
+    with pipe.stream(A), pytest.raises(StreamvidError, match="1 streams are open"):
+        pipe.to("cpu")
+    assert pipe.to("cpu") is pipe

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from kernel_cases import NO_KERNELS
 
-from streamvid.kernels.backends import interpreting
 from streamvid.kernels.selectors import TopK
 from streamvid.memory.cache import KVCache
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.view import View
 from streamvid.transformer import CausalWan
 
-triton_only = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
+triton_only = pytest.mark.skipif(bool(NO_KERNELS), reason=NO_KERNELS)
 GEOMETRY = KVGeometry(layers=1, heads=2, head_dim=8, grid=(2, 4))
 SIZE = 8  # tokens a frame
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import NO_KERNELS
 
-from streamvid.kernels.backends import interpreting
 from streamvid.kernels.quantise import dequantise, quantise
 from streamvid.kernels.types import PackedTensor
 
-triton_only = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
+triton_only = pytest.mark.skipif(bool(NO_KERNELS), reason=NO_KERNELS)
 
 
 @settings(max_examples=20, deadline=None)
