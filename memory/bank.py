@@ -322,6 +322,28 @@ class Bank:
         self.drop(entries)
         self.entries.insert(at, joined)
 
+    def split_spans(self, frame: int) -> None:
+        """Undo entries of several frames that begin before ``frame`` and end at it or later: one entry a frame."""
+        size = self.tokens_per_frame
+        for entry in list(self.entries):
+            if (
+                len(entry.frames) < 2
+                or entry.length != len(entry.frames) * size
+                or entry.positions is not None
+            ):
+                continue  # a single frame, or tokens that are no longer frames
+            if not entry.frames[0] < frame <= entry.frames[-1]:
+                continue
+            k, v = self.read(entry)
+            at = self.entries.index(entry)
+            parts = []
+            for i, (source, t) in enumerate(zip(entry.frames, entry.t, strict=True)):
+                rows = slice(i * size, (i + 1) * size)
+                parts.append(Entry(entry.region, (source,), (t,), size, codec=NoCodec()))
+                parts[-1].packed = NoCodec().encode(k[:, rows], v[:, rows])
+            self.drop([entry])
+            self.entries[at:at] = parts
+
     def discard(self) -> None:
         """Forget the current chunk."""
         for entry in self.current:

@@ -95,6 +95,7 @@ class History:
             raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
         first = self.next_frame - frames
         for bank in self.all_banks():
+            bank.split_spans(first)
             bank.drop([entry for entry in bank.entries if entry.frames and entry.frames[0] >= first])
         self.next_frame = first
 
@@ -104,6 +105,7 @@ class History:
         if keep < 0:
             raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
         for bank in self.all_banks():
+            bank.split_spans(self.next_frame - keep)
             pinned = [e for e in bank.entries if sink and e.region == "sink"]
             rest = [e for e in bank.entries if e not in pinned and e.frames]
             newest: list[Entry] = []
