@@ -33,6 +33,7 @@ from streamvid.memory.compat import check
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.history import History
+from streamvid.memory.packing import recode
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
 from streamvid.memory.sparse import SparseMaps
@@ -375,7 +376,7 @@ class KVCache(History):
         self.policy.commit(bank, chunk)
         bank.notes.clear()
         if self.codec is not None:
-            bank.recode()
+            recode(bank)
 
     def _prefetch(self, layer: int) -> None:
         """Tell a codec with an archive which blocks will be read next."""
