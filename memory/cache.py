@@ -29,9 +29,11 @@ from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
 from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
+from streamvid.memory.compat import check
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.history import History
+from streamvid.memory.packing import recode
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
 from streamvid.memory.sparse import SparseMaps
@@ -88,6 +90,7 @@ class KVCache(History):
         self.geometry, self.chunk_frames = geometry, chunk_frames
         self.policy = build(policy, POLICIES, "memory policy")
         self.policy.validate(geometry, chunk_frames)
+        check(self.policy, self.codec, chunk_frames)
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
@@ -373,7 +376,7 @@ class KVCache(History):
         self.policy.commit(bank, chunk)
         bank.notes.clear()
         if self.codec is not None:
-            bank.recode()
+            recode(bank)
 
     def _prefetch(self, layer: int) -> None:
         """Tell a codec with an archive which blocks will be read next."""

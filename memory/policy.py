@@ -38,7 +38,7 @@ Determinism: ties by lowest index (``torch.sort(..., stable=True)``), no ``.item
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -161,8 +161,3 @@ class MemoryPolicy:
 def overrides(policy: MemoryPolicy, hook: str) -> bool:
     """Whether a policy implements an optional hook (so that the cache may skip preparing its arguments)."""
     return getattr(type(policy), hook) is not getattr(MemoryPolicy, hook)
-
-
-def with_select(plan: Plan, select: Tensor) -> Plan:
-    """The same plan, restricted to the tokens ``select`` of its visible entries."""
-    return replace(plan, select=select)
