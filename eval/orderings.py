@@ -38,13 +38,13 @@ class Ordering:
     clauses: tuple[Clause, ...]
 
 
-_STUDY = "33-variant study of KV quantisation for video (memory.md 19.8)"
+_STUDY = "33-variant study of KV quantisation on Self-Forcing"
 
 ORDERINGS: dict[str, Ordering] = {
     "sink": Ordering(
         "a window without a sink is worse than the same window with one",
         "StreamingLLM, LongLive, Rolling Forcing",
-        (Clause("judge_last", {"memory": "window*sink=0*"}, "<", {"memory": "window*sink=[1-9]*"}),),
+        (Clause("judge_last", {"memory": "window:size=*sink=0*"}, "<", {"memory": "window:size=*sink=[1-9]*"}),),
     ),
     "bits": Ordering(
         "fidelity of round-to-nearest rises with its bits: int2 < int4 < int8",

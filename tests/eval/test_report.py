@@ -79,7 +79,7 @@ def test_the_page_says_what_failed_and_what_agrees(page):
     assert verdicts == {
         ("bits", "psnr: int2 < int4"): "agrees",
         ("bits", "psnr: int4 < int8"): "agrees",
-        ("sink", "judge_last: window..sink=0 < window..sink=[1-9]"): "not tested",
+        ("sink", "judge_last: window:size=..sink=0 < window:size=..sink=[1-9]"): "not tested",
     }
     assert [v["label"] for v in data["variants"]] == ["none", "int8", "int4", "int2", "a broken one"]
     card = dict(data["card"])
