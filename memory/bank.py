@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamvid.memory.codecs import recode
 from streamvid.memory.codecs.none import NoCodec
 from streamvid.memory.geometry import KVGeometry
 
@@ -277,50 +276,6 @@ class Bank:
             entry.region = "recent"
         self.entries += self.current
         self.current = []
-
-    def recode(self) -> None:
-        """Give every packed entry the form its codec wants at its present region and age; join whole spans."""
-        span = self.codec.span_frames
-        if span > 1:
-            self._join_spans(span)
-        for entry in self.entries:
-            if entry.packed is not None and entry.codec is self.codec:
-                entry.packed = recode(self.codec, entry.packed, region=entry.region, age=self.age(entry))
-
-    def _join_spans(self, span: int) -> None:
-        """Encode runs of ``span`` neighbouring frames of one region, not yet encoded, as one entry."""
-        waiting: list[Entry] = []
-        for entry in list(self.entries):
-            fits = (
-                entry.codec is not self.codec
-                and entry.positions is None
-                and entry.rope
-                and entry.count is None
-            )
-            if not fits or (waiting and entry.region != waiting[0].region):
-                waiting = []
-            if not fits:
-                continue
-            waiting.append(entry)
-            if len(waiting) == span:
-                self._join(waiting)
-                waiting = []
-
-    def _join(self, entries: list[Entry]) -> None:
-        pairs = [self.read(entry) for entry in entries]
-        first = entries[0]
-        joined = Entry(
-            first.region,
-            tuple(frame for entry in entries for frame in entry.frames),
-            tuple(t for entry in entries for t in entry.t),
-            sum(entry.length for entry in entries),
-            codec=self.codec,
-        )
-        k, v = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
-        joined.packed = self.codec.encode(k, v, region=first.region, age=self.age(entries[-1]))
-        at = self.entries.index(first)
-        self.drop(entries)
-        self.entries.insert(at, joined)
 
     def discard(self) -> None:
         """Forget the current chunk."""

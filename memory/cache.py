@@ -29,9 +29,11 @@ from streamvid.memory.bank import Bank
 from streamvid.memory.codecs import KVCodec, make_codec
 from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
+from streamvid.memory.compat import check
 from streamvid.memory.fused import FusedPass
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.history import History
+from streamvid.memory.packing import recode
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import Chunk, MemoryPolicy, Seen, Stage, overrides
 from streamvid.memory.sparse import SparseMaps
@@ -88,6 +90,7 @@ class KVCache(History):
         self.geometry, self.chunk_frames = geometry, chunk_frames
         self.policy = build(policy, POLICIES, "memory policy")
         self.policy.validate(geometry, chunk_frames)
+        check(self.policy, self.codec, chunk_frames)
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
@@ -184,7 +187,9 @@ class KVCache(History):
         for bank in self.banks[layer]:
             q_group, k_group, v_group = (self.heads(x, bank) for x in (q, k, v))
             k_group, v_group = self._current(bank, k_group[:, skipped:], v_group[:, skipped:], stage, tokens)
-            view = self._view(bank, q_group, k_group, v_group, stage)
+            key = bank.layer, bank.group
+            # Statistics are of whole passes: a policy is not shown the queries of a token subset.
+            view = self._view(bank, q_group, k_group, v_group, stage) if tokens is None else self.views[key]
             table = view.query_table if tokens is None else view.query_table[tokens]
             q_group = rotate(q_group, table)
             queries.append((bank, q_group))
@@ -197,7 +202,7 @@ class KVCache(History):
                 self.watch(stage, bank, view, q_group, keys)
             blocks = None
             if self.sparse is not None and tokens is None:
-                blocks = self.sparse.map((layer, bank.group), view, q_group, keys)
+                blocks = self.sparse.map(key, view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
         self._prefetch(layer + 1)
         self._calls[layer] += 1
@@ -371,7 +376,7 @@ class KVCache(History):
         self.policy.commit(bank, chunk)
         bank.notes.clear()
         if self.codec is not None:
-            bank.recode()
+            recode(bank)
 
     def _prefetch(self, layer: int) -> None:
         """Tell a codec with an archive which blocks will be read next."""

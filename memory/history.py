@@ -13,6 +13,7 @@ from torch import Tensor
 from streamvid.kernels.rope import GridRope
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.geometry import KVGeometry
+from streamvid.memory.packing import split_spans
 from streamvid.memory.policy import Chunk, MemoryPolicy
 from streamvid.memory.report import MemoryReport, measure
 from streamvid.memory.sparse import SparseMaps
@@ -95,6 +96,7 @@ class History:
             raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
         first = self.next_frame - frames
         for bank in self.all_banks():
+            split_spans(bank, first)
             bank.drop([entry for entry in bank.entries if entry.frames and entry.frames[0] >= first])
         self.next_frame = first
 
@@ -104,6 +106,7 @@ class History:
         if keep < 0:
             raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
         for bank in self.all_banks():
+            split_spans(bank, self.next_frame - keep)
             pinned = [e for e in bank.entries if sink and e.region == "sink"]
             rest = [e for e in bank.entries if e not in pinned and e.frames]
             newest: list[Entry] = []

@@ -81,7 +81,7 @@ class Offload:
     codec: str = "int8"
     """The codec that packs; its settings are separated by semicolons."""
     keep_frames: int = 6
-    """Latent frames younger than this stay on the device, as does the sink."""
+    """Latent frames younger than this stay on the device, as do sink and synthetic tokens (region side)."""
 
     lossless: ClassVar[bool] = False
     _device: torch.device | None = field(default=None, init=False, repr=False, compare=False)
@@ -108,7 +108,8 @@ class Offload:
 
     def tier(self, region: str, age: int) -> str:
         """The inner codec's tier, marked when the block belongs on the host."""
-        far = region != "sink" and age >= self.keep_frames
+        # What a policy chose from the past (region memory) has no age of its own, but is old.
+        far = region == "memory" or (region != "sink" and age >= self.keep_frames)
         return self.inner.tier(region, age) + (HOST if far else "")
 
     def encode(self, k: Tensor, v: Tensor, *, region: str = "recent", age: int = 0) -> PackedKV:

@@ -22,6 +22,7 @@ from streamvid.memory.cache import KVCache
 from streamvid.memory.codecs import CODECS, KVCodec, PackedKV, make_codec, packed_bytes
 from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
+from streamvid.memory.compat import check
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.policies import POLICIES
 from streamvid.memory.policy import MemoryPolicy, overrides
@@ -119,6 +120,7 @@ def plan(
     codec = None if codec is None else make_codec(codec)
     if isinstance(codec, NoCodec):
         codec = None  # as the cache takes it: plain slots
+    check(policy, codec, chunk_frames)
     setup = _Setup(geometry, policy, codec, chunk_frames, tuple(sorted(settings.items())))
     result = _project(setup, frames)
     if budget_bytes is None:

@@ -16,8 +16,9 @@ One chunk, and the hooks in the order in which they are called (all optional; th
 2. noisy passes, any number: attention over the planned view and the current chunk.
    ``refine(bank, plan, seen) -> Plan | None`` in the FIRST noisy pass only, before attention: the same plan with other
    positions or with a token selection (``Plan.select``), frozen for the rest of the chunk. Deep Forcing's parity mode.
-   ``observe(bank, seen)`` in every pass and in the context pass: accumulate statistics of queries into ``bank.notes``
-   (dropped with the chunk unless ``commit`` copies them into ``bank.state``). Never keep whole queries without need.
+   ``observe(bank, seen)`` in every pass over all tokens (not of a token subset) and in the context pass: accumulate
+   statistics of queries into ``bank.notes`` (dropped with the chunk unless ``commit`` copies them into ``bank.state``).
+   Never keep whole queries without need.
 3. the context pass (clean latents): attention once more, ``observe`` with ``seen.stage == "context"``.
 4. ``commit(bank, chunk)``, once a bank, in order of layers, after the whole context pass: the ONLY place that may
    change a bank. The chunk's frames have been appended to ``bank.entries`` with region "recent"; now score, select,
@@ -37,7 +38,7 @@ Determinism: ties by lowest index (``torch.sort(..., stable=True)``), no ``.item
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -160,8 +161,3 @@ class MemoryPolicy:
 def overrides(policy: MemoryPolicy, hook: str) -> bool:
     """Whether a policy implements an optional hook (so that the cache may skip preparing its arguments)."""
     return getattr(type(policy), hook) is not getattr(MemoryPolicy, hook)
-
-
-def with_select(plan: Plan, select: Tensor) -> Plan:
-    """The same plan, restricted to the tokens ``select`` of its visible entries."""
-    return replace(plan, select=select)

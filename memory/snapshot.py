@@ -12,6 +12,7 @@ from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.codecs import PackedKV
 from streamvid.memory.codecs.base import Places
 from streamvid.memory.codecs.none import NoCodec
+from streamvid.memory.packing import recode
 from streamvid.memory.spec import effective
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _restore_bank(bank: Bank, record: dict[str, Any], state: dict[str, Tensor]) 
     bank.state = {k.removeprefix(prefix): v.to(device) for k, v in state.items() if k.startswith(prefix)}
     bank.entries = [_entry(bank, f"{name}.entry{i}", r, state) for i, r in enumerate(record["entries"])]
     if isinstance(bank.codec, Places):
-        bank.recode()  # back to where each block lay
+        recode(bank)  # back to where each block lay
 
 
 def _fill(bank: Bank, slots: list[int], x: Tensor, values: Tensor) -> None:

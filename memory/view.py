@@ -17,8 +17,12 @@ from streamvid.kernels.quantise import joined
 from streamvid.kernels.rope import GridRope, rope_table, rotate
 from streamvid.kernels.types import PackedTensor
 from streamvid.memory.bank import Bank, Entry
+from streamvid.memory.codecs.base import join, joinable
 from streamvid.memory.policy import Plan
 from streamvid.memory.rope import rebase
+
+UNPACKED_TOGETHER = 1 << 16
+"""Numbers unpacked at a time on a CPU, where blocks are smaller than that; elsewhere 256 times as many."""
 
 
 class Scratch:
@@ -160,6 +164,9 @@ class View:
 
 def _concatenate(bank: Bank, entries: list[Entry], keys: Tensor, values: Tensor) -> None:
     """Copy or decode entries one after the other; neighbours in storage are copied together."""
+    if bank.codec is not None:  # then nothing is in slots
+        _decode(entries, keys, values)
+        return
     at = 0
     pending: tuple[int, int] | None = None
 
@@ -177,15 +184,29 @@ def _concatenate(bank: Bank, entries: list[Entry], keys: Tensor, values: Tensor)
                     copy(pending)
                 pending = run
             at += run[1] - run[0]
-        if entry.packed is not None:
-            if pending is not None:
-                copy(pending)
-                pending = None
-            into = (keys[:, at : at + entry.length], values[:, at : at + entry.length])
-            entry.codec.decode(entry.packed, into)
-            at += entry.length
     if pending is not None:
         copy(pending)
+
+
+def _decode(entries: list[Entry], keys: Tensor, values: Tensor) -> None:
+    """Unpack entries one after the other; small neighbours of one layout are unpacked together, which saves calls."""
+    at, start = 0, 0
+    most = UNPACKED_TOGETHER if keys.device.type == "cpu" else 256 * UNPACKED_TOGETHER
+    most //= keys.shape[0] * keys.shape[2] * keys.shape[3]
+    while start < len(entries):
+        first, stop = entries[start], start + 1
+        length = first.length
+        while (
+            stop < len(entries)
+            and entries[stop].codec is first.codec
+            and joinable(first.codec, first.packed, entries[stop].packed)
+            and length + entries[stop].length <= most
+        ):
+            length += entries[stop].length
+            stop += 1
+        packed = first.packed if stop == start + 1 else join([entry.packed for entry in entries[start:stop]])
+        first.codec.decode(packed, (keys[:, at : at + length], values[:, at : at + length]))
+        at, start = at + length, stop
 
 
 def resolve(bank: Bank, plan: Plan, rope: GridRope, limit: int, skip: int) -> View:

@@ -23,6 +23,7 @@ from streamvid.memory.spec import nearest
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "Make a video from a prompt, written as its frames arrive."),
     "batch": ("batch", "Make a clip for every prompt of a file; run it again to make what is missing."),
+    "app": ("app", "The interactive demo in a browser: a live stream and everything it can do."),
     "info": ("info", "What a checkpoint is: geometry, size, memory by window, and what it lacks to run."),
     "convert": ("convert", "Write any checkpoint as one folder: diffusers' layout and streamvid.json."),
     "verify": ("verify", "Replay recorded cases and print the largest deviation of every tensor."),

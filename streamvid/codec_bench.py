@@ -85,8 +85,6 @@ def record(
 ) -> tuple[list[Sample], tuple[int, int]]:
     """Keys and values a model really makes, one sample for each prompt and layer.
 
-    The last layer is missing: its context pass needs no attention and so no queries.
-
     Args:
         pipe: the model.
         prompts: one clip each.
@@ -169,7 +167,13 @@ def projected(specs: list[str], frames: int) -> dict[str, dict[str, float]]:
 
 
 def measure(
-    pipe: StreamPipeline, specs: list[str], prompts: list[str], *, frames: int = 24, chunks: int = 6
+    pipe: StreamPipeline,
+    specs: list[str],
+    prompts: list[str],
+    *,
+    name: str = "tiny",
+    frames: int = 24,
+    chunks: int = 6,
 ) -> dict[str, Any]:
     """Everything ``streamvid bench codecs`` shows, as JSON types.
 
@@ -185,7 +189,8 @@ def measure(
     memory = f"window:size={window},sink=0,positions=slot"
     specs = ["none", *(spec for spec in specs if spec != "none")]
     return {
-        "model": str(pipe.components.path),
+        "model": name,
+        "fingerprint": pipe.components.fingerprint,
         "prompts": prompts,
         "samples": len(samples),
         "history_frames": frames,

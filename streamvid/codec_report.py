@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from streamvid.memory.compat import table
 from streamvid.memory.plan import format_bytes
 
 Row = list[str]
@@ -139,12 +140,28 @@ def findings(result: dict[str, Any]) -> list[str]:
     return said
 
 
+def _refused() -> str:
+    """The table of ``memory/compat.py`` in default settings, one row for each reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for policy, row in table().items():
+        for codec, reason in row.items():
+            if reason is not None:
+                general = reason.replace(f"but {policy} chooses", "but the policy chooses")
+                reasons.setdefault((codec, general), []).append(policy)
+    rows = [[f"`{codec}`", ", ".join(policies), reason] for (codec, reason), policies in reasons.items()]
+    return "In default settings; every other pair of policy and codec runs.\n\n" + markdown(
+        ["codec", "policies", "why"], rows
+    )
+
+
 def document(result: dict[str, Any]) -> str:
     """The page: how it was made, what the numbers say, the tables."""
     parts = [
         "# KV codecs, measured",
         "Made by `streamvid bench codecs --write docs/codecs.md` on the keys and values of "
-        f"`{result['model']}`, prompts " + "; ".join(f"*{prompt}*" for prompt in result["prompts"]) + ".",
+        f"`{result['model']}` ({result['fingerprint']}), prompts "
+        + "; ".join(f"*{prompt}*" for prompt in result["prompts"])
+        + ".",
         METHOD,
         *(
             ["What the numbers say:\n\n" + "\n".join(f"- {line}" for line in findings(result))]
@@ -153,6 +170,7 @@ def document(result: dict[str, Any]) -> str:
         ),
         *(f"## {title}\n\n{table}" for title, table in tables(result)),
         PLANNED,
+        f"## Combinations that are refused\n\n{_refused()}",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -72,9 +72,12 @@ def _cuda() -> str:
 def _mps() -> str:
     import torch
 
-    if not torch.backends.mps.is_available():
-        raise RuntimeError("no Apple GPU is visible")
-    return "Apple GPU"
+    seen = (
+        "an Apple GPU is visible, but"
+        if torch.backends.mps.is_available()
+        else "no Apple GPU is visible, and"
+    )
+    raise RuntimeError(f"{seen} it has no float64, which the sampler computes in; use cpu")
 
 
 def _attention() -> Iterator[Finding]:

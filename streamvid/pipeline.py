@@ -6,6 +6,7 @@ of checkpoint layouts (``checkpoints``), of the chunk loop (``stream``) or of fi
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from streamvid.checkpoints import Components, load_components
 from streamvid.errors import StreamvidError
+from streamvid.memory.spec import nearest
 from streamvid.opening import open_stream
 from streamvid.options import StreamOptions
 from streamvid.output import StreamOutput, check_output_type, join
@@ -40,7 +42,7 @@ def load(
     Args:
         path_or_name: ``"tiny"`` (ships with the package), a weight file, a model folder in any layout that
             ``streamvid info`` knows, or a Hugging Face repository as ``owner/name``.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``; None takes a GPU when there is one.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None takes a GPU when there is one.
         dtype: of all weights; None is float32 on a CPU and bfloat16 on a GPU.
         attention: attention backend, see ``streamvid doctor``.
         max_streams: how many streams may be open at once.
@@ -50,6 +52,12 @@ def load(
     Raises:
         StreamvidError: one sentence on what does not exist, is damaged or does not fit.
     """
+    known = set(inspect.signature(load_components).parameters) - {"path_or_name"}
+    for name in parts:
+        if name not in known:
+            raise StreamvidError(
+                f"load has no setting {name!r}{nearest(name, known)} (allowed: {', '.join(sorted(known))})"
+            )
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     components = load_components(os.fspath(path_or_name), device=place, dtype=kind, **parts)
@@ -187,19 +195,18 @@ class StreamPipeline:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """None takes CUDA, then Apple's GPU, then the CPU. Raises StreamvidError on a device that is not there."""
+    """None takes CUDA when there is one, else the CPU. Raises StreamvidError on a device that is not usable."""
     if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
     except RuntimeError as error:
         raise StreamvidError(
             f"unknown device {device!r} ({str(error).splitlines()[0]}); try cpu or cuda"
         ) from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(place.type, True):
+    if place.type == "mps":
+        raise StreamvidError("device 'mps' has no float64, which the sampler computes in; use cpu")
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise StreamvidError(
             f"device {str(device)!r} is not usable here; `streamvid doctor` says why, cpu always works"
         )

@@ -1,90 +1,68 @@
-"""What a new prompt does to the memory: the ways of re-encoding what a stream still sees.
+"""Encoding again what a stream still sees, after a new prompt: which frames, in which passes, and what the sink does.
 
-``cross`` needs nothing here (the next pass simply uses the new `PromptState`), ``flush`` is `KVCache.flush`. The others
-run context passes over clean latents that the stream kept: at least ``policy.reach()`` of the newest frames.
+Works on the cache alone; the caller runs the passes, over clean latents that the stream kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
 
 from streamvid.errors import StreamvidError
 from streamvid.memory.cache import KVCache
-from streamvid.prompt import PromptState
-from streamvid.transformer import CausalWan
 
 RecacheMode = Literal["window", "causal", "micro"]
+Encode = Callable[[Tensor, int], None]
+"""``encode(latents, skip)``: begin a chunk of these frames with this ``skip``, run the context pass, commit."""
 
 
-def recache_frames(cache: KVCache, mode: RecacheMode) -> int:
-    """Newest clean latent frames that `recache` needs now."""
-    if mode == "micro":
-        return min(cache.chunk_frames, cache.next_frame)
+def recache_frames(cache: KVCache) -> int:
+    """Newest clean latent frames that fill everything the policy shows."""
     reach = cache.policy.reach()
     return cache.next_frame if reach is None else min(reach, cache.next_frame)
 
 
 def recache(
-    net: CausalWan,
-    cache: KVCache,
-    prompt: PromptState,
-    latents: Tensor,
-    *,
-    mode: RecacheMode = "window",
-    keep_sink: bool = False,
-    timestep: float = 0.0,
-    condition: Tensor | None = None,
+    cache: KVCache, latents: Tensor, encode: Encode, *, mode: RecacheMode = "window", keep_sink: bool = False
 ) -> None:
-    """Encode the newest frames again under a new prompt, between chunks.
+    """Replace the newest frames of a history by new encodings of them, between chunks.
 
     Args:
-        net: the model.
-        cache: idle; what it held is replaced.
-        prompt: the new prompt.
-        latents: the newest clean latents ``[b, n, c, h, w]``, n = ``recache_frames(cache, mode)``.
-        mode: ``window``: all frames in one pass in which they see each other in both directions (LongLive 1.x);
-            ``causal``: chunk by chunk, as they were made; ``micro``: the last chunk only, the rest stays.
-        keep_sink: keep the sink's old keys and values where the frames do not reach back to it (LongLive's
-            ``global_sink``); otherwise the oldest encoded frames become the sink.
-        timestep: of the context pass.
-        condition: of image-to-video models, for the same frames as ``latents``.
+        cache: idle.
+        latents: the newest clean latents ``[b, n, c, h, w]``, usually ``recache_frames(cache)`` of them.
+        encode: runs one pass, under the new prompt.
+        mode: ``window``: all frames in one pass, in which they see each other in both directions (LongLive 1.x);
+            ``causal``: chunk by chunk, as they were made; ``micro``: these frames in one pass that sees the older ones,
+            which stay as they are.
+        keep_sink: keep the sink's old keys and values where the frames do not reach back to the stream's first one
+            (LongLive's ``global_sink``); otherwise the oldest encoded frames become the sink.
 
     Raises:
-        StreamvidError: the wrong number of latents. If a pass fails, the history is incomplete: repeat or reset.
+        StreamvidError: more latents than frames so far. If a pass fails, the history is incomplete: repeat or reset.
     """
-    needed = recache_frames(cache, mode)
-    if latents.shape[1] != needed:
+    frames = latents.shape[1]
+    if frames > cache.next_frame:
         raise StreamvidError(
-            f"{mode} re-cache needs the newest {needed} latent frames, got {latents.shape[1]}"
+            f"re-cache of {frames} latent frames, but there are only {cache.next_frame} so far"
         )
-    if needed == 0:
+    if frames == 0:
         return
-    first = cache.next_frame - needed
-    sink = cache.num_sink_frames() if keep_sink and first > 0 else 0
+    first = cache.next_frame - frames
     if mode == "micro":
-        cache.rewind(needed)
-        sizes, skip = [needed], 0
-    elif mode == "window":
+        cache.rewind(frames)
+        encode(latents, 0)
+        return
+    # The sink's places are taken by as many of the oldest frames; one frame at least is encoded.
+    sink = min(cache.num_sink_frames(), frames - 1) if keep_sink and first > 0 else 0
+    if mode == "window":
         cache.rebuild(first, keep_sink=sink > 0)
-        sizes, skip = [needed], sink
-    else:
-        # Frames that a kept sink leaves no room for need not run: causal passes do not look ahead.
-        first, latents = first + sink, latents[:, sink:]
-        condition = None if condition is None else condition[:, sink:]
-        cache.rebuild(first, keep_sink=sink > 0)
-        sizes, skip = _chunks(latents.shape[1], cache.chunk_frames), 0
-    at = 0
-    for size in sizes:
-        part = None if condition is None else condition[:, at : at + size]
-        cache.begin_chunk(size, skip=skip)
-        net.context_pass(latents[:, at : at + size], timestep, prompt, cache, condition=part)
-        cache.commit()
-        at += size
-
-
-def _chunks(frames: int, size: int) -> list[int]:
-    """Whole chunks, the rest first, so that they end where chunks of the stream end."""
-    rest = frames % size
-    return ([rest] if rest else []) + [size] * (frames // size)
+        encode(latents, sink)  # those oldest frames run as queries only
+        return
+    cache.rebuild(first + sink, keep_sink=sink > 0)  # a causal pass does not look ahead, so they need not run
+    latents = latents[:, sink:]
+    rest = latents.shape[1] % cache.chunk_frames or cache.chunk_frames  # borders as the chunks were made
+    for part in (latents[:, :rest], *latents[:, rest:].split(cache.chunk_frames, dim=1)):
+        if part.shape[1]:
+            encode(part, 0)

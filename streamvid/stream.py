@@ -96,6 +96,8 @@ class VideoStream:
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
         state, clock = self._state, Clock()
+        counts, passes = state.step_cache.accounting, self._engine.passes
+        run, skipped = counts.run, counts.skipped
         change = self._queue.begin(state.at)
         given = self._start.latents(state.at.chunk)
         steady = change is None and state.blend is None and given is None
@@ -126,6 +128,11 @@ class VideoStream:
             prompt=state.text,
             transition=None if change is None else change.receipt.transition,
             seconds=clock.seconds,
+            steps={
+                "computed": counts.run - run,
+                "skipped": counts.skipped - skipped,
+                "context": self._engine.passes - passes,
+            },
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from streamvid.prompts import Change, Transition
-from streamvid.state import Blend, Side, StreamState
+from streamvid.recache import RecacheMode, recache
+from streamvid.state import Blend, StreamState
 
 if TYPE_CHECKING:
     from streamvid.engine import Engine
@@ -53,6 +54,8 @@ def _cut(state: StreamState, embeds: Tensor, engine: Engine) -> None:
         return  # the policy itself makes the cut, by a gap in time (Infinity-RoPE), and its history goes on
     if state.decoder is not None:
         state.decoder.reset()
+    if state.rolling is not None:
+        state.rolling.chunks.clear()
     state.recent.clear()
     state.at = replace(state.at, restart=True)
 
@@ -62,48 +65,29 @@ def _cross(state: StreamState, embeds: Tensor, engine: Engine, how: Transition) 
 
 
 def _recache(state: StreamState, embeds: Tensor, engine: Engine, how: Transition) -> None:
-    side = state.sides["cond"]
-    engine.set_embeds(side, embeds)
-    past = _past(state, engine)
-    if past is None:
-        return
-    if past.shape[1] >= side.cache.next_frame:
-        side.cache.rebuild(0)
-        engine.encode_past(side, past)
-        return
-    sink = _sink_frames(side)
-    side.cache.rebuild(side.cache.next_frame - past.shape[1], keep_sink=True)
-    # The oldest of these frames stand where the sink is held: they are seen as queries, and not kept.
-    engine.encode_past(side, past, skip=min(sink, past.shape[1] - 1))
+    _again(state, embeds, engine, "window", state.recent)
 
 
 def _causal(state: StreamState, embeds: Tensor, engine: Engine, how: Transition) -> None:
-    side = state.sides["cond"]
-    engine.set_embeds(side, embeds)
-    past = _past(state, engine)
-    if past is None:
-        return
-    end = side.cache.next_frame
-    if past.shape[1] >= end:
-        side.cache.rebuild(0)
-    else:
-        past = past[:, min(_sink_frames(side), past.shape[1] - 1) :]
-        side.cache.rebuild(end - past.shape[1], keep_sink=True)
-    # Chunks are counted from the newest end, so that their borders are those of the chunks as they were made.
-    size = engine.config.chunk_latents
-    first = past.shape[1] % size or size
-    for part in (past[:, :first], *past[:, first:].split(size, dim=1)):
-        if part.shape[1]:
-            engine.encode_past(side, part)
+    _again(state, embeds, engine, "causal", state.recent)
 
 
 def _micro(state: StreamState, embeds: Tensor, engine: Engine, how: Transition) -> None:
+    _again(state, embeds, engine, "micro", state.recent[-MICRO_LATENTS:])
+
+
+def _again(state: StreamState, embeds: Tensor, engine: Engine, mode: RecacheMode, past: list[Tensor]) -> None:
+    """Take the new prompt and encode ``past`` under it, clean latents of one frame each, newest last."""
     side = state.sides["cond"]
     engine.set_embeds(side, embeds)
-    count = min(MICRO_LATENTS, len(state.recent))
-    if count:
-        side.cache.rewind(count)
-        engine.encode_past(side, torch.cat(state.recent[-count:], dim=1))
+    if past:
+        recache(
+            side.cache,
+            torch.cat(past, dim=1),
+            lambda latents, skip: engine.encode_past(side, latents, skip=skip),
+            mode=mode,
+            keep_sink=True,
+        )
 
 
 def _flush(state: StreamState, embeds: Tensor, engine: Engine, how: Transition) -> None:
@@ -146,17 +130,6 @@ _TRANSITIONS: dict[str, Callable[[StreamState, Tensor, Engine, Transition], None
     "swift": _swift,
     "blend": _blend,
 }
-
-
-def _past(state: StreamState, engine: Engine) -> Tensor | None:
-    """The clean latents ``[b, n, c, h, w]`` that the memory can reach, newest last; None at the start."""
-    return torch.cat(state.recent, dim=1) if state.recent else None
-
-
-def _sink_frames(side: Side) -> int:
-    """Latent frames that the memory holds in its sink."""
-    bank = next(side.cache.all_banks())
-    return sum(entry.num_frames for entry in bank.entries if entry.region == "sink")
 
 
 def _announce(state: StreamState, embeds: Tensor, engine: Engine) -> None:

@@ -129,9 +129,13 @@ class _Replay:
             self._compare(f"crossattn/layer{layer}/v", prompt.v[layer])
 
     def _recache(self, prompt: Any) -> None:
-        frames = recache_frames(self.cache, "window")
-        newest = torch.cat(self.latents, dim=1)[:, -frames:]
-        recache(self.net, self.cache, prompt, newest, keep_sink=bool(self.config.get("global_sink")))
+        def encode(latents: Tensor, skip: int) -> None:
+            self.cache.begin_chunk(latents.shape[1], skip=skip)
+            self.net.context_pass(latents, 0.0, prompt, self.cache)
+            self.cache.commit()
+
+        newest = torch.cat(self.latents, dim=1)[:, -recache_frames(self.cache) :]
+        recache(self.cache, newest, encode, keep_sink=bool(self.config.get("global_sink")))
         self._windows(f"recache{self.prompt_index}")
 
     def _denoise(self, index: int, noise: Tensor, prompt: Any) -> Tensor:

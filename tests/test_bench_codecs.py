@@ -43,32 +43,22 @@ def test_planned_sizes_are_those_of_the_literature():
 
 def test_command(tiny_random_folder, tmp_path, capsys):
     page = tmp_path / "docs" / "codecs.md"
+    specs = ["int4", "int4:center=true", "qvg:span_frames=3"]
     words = [
         "bench",
         "codecs",
         "-m",
         str(tiny_random_folder),
-        "--codec",
-        "int4",
-        "--codec",
-        "qvg",
-        "--frames",
-        "6",
-    ]
-    words += [
-        "--codec",
-        "qvg:rule=parity",
-        "--chunks",
-        "1",
         "--prompt",
         "a ball",
         "--write",
         str(page),
         "--json",
     ]
+    words += [*(word for spec in specs for word in ("--codec", spec)), "--frames", "6", "--chunks", "1"]
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
-    assert list(result["loss"]) == list(result["time"]) == ["none", "int4", "qvg", "qvg:rule=parity"]
+    assert list(result["loss"]) == list(result["time"]) == ["none", *specs]
     assert 0 < result["loss"]["int4"]["attention"] < 1
     text = page.read_text()
     assert document(result) == text and findings(result)[0] in text
@@ -91,6 +81,6 @@ def test_record_follows_the_model(tiny_random_folder):
     samples, grid = record(pipe, ["a ball"], 6)
     again, _ = record(pipe, ["a ball"], 6)
     geometry = pipe.model.geometry
-    assert len(samples) == geometry.layers - 1
+    assert len(samples) == geometry.layers
     assert samples[0].k.shape[1:] == (6 * grid[0] * grid[1], geometry.heads, geometry.head_dim)
     assert all(torch.equal(a.k, b.k) and torch.equal(a.q, b.q) for a, b in zip(samples, again, strict=True))

@@ -81,6 +81,7 @@ BAD = {
     "suffix": (["-o", "x.avi"], "only .mp4, .gif, .png"),
     "device": (["--device", "cuda:99"], "cuda:99"),
     "unknown device": (["--device", "gpu"], "unknown device"),
+    "apple": (["--device", "mps"], "has no float64"),
     "dtype": (["--dtype", "int3"], "unknown dtype"),
     "image": (["--image", "x.png"], "this model takes no image"),
     "video": (["--video", "x.mp4"], "no such file"),

@@ -15,7 +15,7 @@ from stepcache_harness import CHANGE_BEFORE, KINDS, LAYERS, SHAPE, NoSync, Strea
 from streamvid.errors import StreamvidError
 from streamvid.noise import CounterNoise
 from streamvid.stepcache import STEP_CACHES, build_step_cache
-from streamvid.stepcache.base import StepCache
+from streamvid.stepcache.base import FEW_STEP_CACHES, StepCache
 from streamvid.stepcache.driver import run_step
 from streamvid.stepcache.types import ChunkInfo, Decision
 
@@ -271,3 +271,5 @@ def test_every_method_documents_itself_and_its_settings():
     for name, method in STEP_CACHES.items():
         assert issubclass(method, StepCache) and method.name == name and method.__doc__
         assert method.neutral and set(method.kinds) <= set(KINDS)
+    few = {name for name, method in STEP_CACHES.items() if "fresh" in method.kinds} - {"none"}
+    assert set(FEW_STEP_CACHES.split(", ")) == few

@@ -94,6 +94,7 @@ def test_chunks_carry_their_metadata_and_the_unread_rest(pipe) -> None:
         [first, *(frame for block in blocks for frame in block.frames)], list(pipe.stream(A, num_frames=25))
     )
     assert {"context", "denoise", "decode", "total"} <= set(blocks[1].seconds)
+    assert blocks[1].steps == {"computed": 2, "skipped": 0, "context": 1}
 
 
 # ---- seeds, batches, prompts (cases 6) ----------------------------------------------------------------------------
@@ -563,3 +564,15 @@ def test_prompt_changes_reach_the_memory_policy(pipe) -> None:
     _, stream, _ = run_switch(pipe, "swift", memory="swift:size=9,shortest=6")
     regions = {entry.region for bank in cache_of(stream).all_banks() for entry in bank.entries}
     assert {"bridge", "anchors"} & regions
+
+
+def test_load_names_the_nearest_setting(tiny_random_folder) -> None:
+    with pytest.raises(StreamvidError, match="did you mean 'lora'"):
+        streamvid.load(tiny_random_folder, lorra="x")
+    with pytest.raises(ValueError, match="unknown attention backend"):
+        streamvid.load(tiny_random_folder, attention="flash9")
+    pipe = streamvid.StreamPipeline.from_pretrained(tiny_random_folder, torch_dtype=torch.float32)
+    assert pipe.dtype == torch.float32 and pipe.device.type == "cpu"
+    with pipe.stream(A), pytest.raises(StreamvidError, match="1 streams are open"):
+        pipe.to("cpu")
+    assert pipe.to("cpu") is pipe

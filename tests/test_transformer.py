@@ -263,3 +263,14 @@ def test_fused_projections_give_the_same(net):
         cache.begin_chunk(3)
         outs.append(runner(latents(net, 3), 500.0, prompt, cache))
     assert torch.allclose(*outs, atol=1e-5)
+
+
+def test_changed_weights_are_seen_when_told():
+    net = CausalWan(tiny_random.random_transformer())
+    prompt = net.prepare_prompt(text(net))
+    cache = KVCache(net.geometry.kv(1, *SIZE), "full", fill=NAN)
+    cache.begin_chunk(3)
+    before = net(latents(net, 3), 500.0, prompt, cache)
+    net.model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
+    net.weights_changed()
+    assert (net(latents(net, 3), 500.0, prompt, cache) - before).abs().max() > 1e-3

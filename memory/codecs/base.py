@@ -245,6 +245,24 @@ class Codec(ABC):
                 )
 
 
+def joinable(codec: KVCodec, first: PackedKV, second: PackedKV) -> bool:
+    """Whether two neighbouring blocks can be one: made of single tokens, with nothing that only one of them shares."""
+    return (
+        codec.token_wise
+        and not isinstance(codec, Places)
+        and not (first.shared or second.shared)
+        and (first.tier, first.dtype, first.shape[2]) == (second.tier, second.dtype, second.shape[2])
+    )
+
+
+def join(blocks: Sequence[PackedKV]) -> PackedKV:
+    """Neighbouring blocks as one; see `joinable`."""
+    first = blocks[0]
+    parts = {name: torch.cat([block.parts[name] for block in blocks], dim=1) for name in first.parts}
+    b, _, h, d = first.shape
+    return replace(first, parts=parts, shape=(b, sum(block.shape[1] for block in blocks), h, d))
+
+
 @runtime_checkable
 class Places(Protocol):
     """A codec that also decides where a block lies (`streamvid.memory.offload`). Every call is optional to others."""

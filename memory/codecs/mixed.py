@@ -37,11 +37,11 @@ class Mixed:
     sink: str = "none"
     """Codec of the sink."""
     recent: str = "none"
-    """Codec of frames younger than ``recent_frames``, in any other region."""
+    """Codec of frames younger than ``recent_frames``, and of synthetic tokens (region side)."""
     recent_frames: int = 3
     """Latent frames counted as recent."""
     older: str = "int4"
-    """Codec of what is older."""
+    """Codec of what is older, and of the region memory."""
     oldest: str | None = None
     """Codec of frames of age ``oldest_from`` and more; none = ``older`` for these too."""
     oldest_from: int | None = None
@@ -76,6 +76,8 @@ class Mixed:
         """``sink``, ``recent``, ``older`` or ``oldest``."""
         if region == "sink":
             return "sink"
+        if region == "memory":  # tokens a policy chose or merged from the past: no age of their own, but old
+            return "older"
         if age < self.recent_frames:
             return "recent"
         return "oldest" if self.oldest_from is not None and age >= self.oldest_from else "older"

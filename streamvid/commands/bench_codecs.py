@@ -34,7 +34,12 @@ def register(app: typer.Typer) -> None:
 
         pipe = common.load_model(model, device=device, dtype=dtype, threads=threads)
         result = measure(
-            pipe, codec or list(CODEC_SPECS), prompt or list(PROMPTS), frames=frames, chunks=chunks
+            pipe,
+            codec or list(CODEC_SPECS),
+            prompt or list(PROMPTS),
+            name=model,
+            frames=frames,
+            chunks=chunks,
         )
         if write is not None:
             write_document(write, document(result))

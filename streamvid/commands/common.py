@@ -28,7 +28,7 @@ TextEncoder = Annotated[str | None, typer.Option(help="UMT5 file or folder.", ri
 Lora = Annotated[
     list[str] | None, typer.Option(help="PATH or PATH@SCALE; repeatable.", rich_help_panel=MODEL)
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.", rich_help_panel=MACHINE)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", rich_help_panel=MACHINE)]
 Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MACHINE),

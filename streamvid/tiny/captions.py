@@ -1,7 +1,9 @@
-"""The little language of the embedded model: attributes, captions that name them, and the parser of those captions.
+"""The little language of the embedded model: attributes, captions that name them, and the parser of those
+captions.
 
-One table drives three things, so they cannot disagree: the captions the model is trained on, the parser by which the
-judge understands a prompt, and the vocabulary of the tokenizer. Knows words only: no pixels, no tensors.
+One table drives three things, so they cannot disagree: the captions the model is trained on, the parser by
+which the judge understands a prompt, and the vocabulary of the tokenizer. Knows words only: no pixels, no
+tensors.
 """
 
 import re

@@ -1,8 +1,9 @@
 """Training and encoding with diffusers' Wan VAE: the causal cache path, many frames a call.
 
-Without its feature cache the Wan VAE skips all temporal resampling, so training goes through the cache too. diffusers
-feeds the cache one latent at a time; here the first picture is one call and all others a second one. The result is
-the same (tested) and several times faster in training, because every convolution sees the whole clip.
+Without its feature cache the Wan VAE skips all temporal resampling, so training goes through the cache
+too. diffusers feeds the cache one latent at a time; here the first picture is one call and all others a
+second one. The result is the same (tested) and several times faster in training, because every convolution
+sees the whole clip.
 """
 
 import torch
@@ -31,7 +32,8 @@ def make_vae(*, base: int = 24, decoder_base: int = 32, z_dim: int = 48) -> Auto
 
 
 def encode_parameters(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """Mean and log-variance [b, 2 z, 1 + n, h, w] of a video [b, 3, 1 + 4 n, H, W] in -1..1, differentiable."""
+    """Mean and log-variance [b, 2 z, 1 + n, h, w] of a video [b, 3, 1 + 4 n, H, W] in -1..1,
+    differentiable."""
     x = patchify(video, vae.config.patch_size)
     vae.clear_cache()
     parts = []
@@ -44,7 +46,8 @@ def encode_parameters(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tenso
 
 
 def decode_raw(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
-    """Video [b, 3, 1 + 4 n, H, W] (about -1..1, not clamped) of raw latents [b, z, 1 + n, h, w], differentiable."""
+    """Video [b, 3, 1 + 4 n, H, W] (about -1..1, not clamped) of raw latents [b, z, 1 + n, h, w],
+    differentiable."""
     z = vae.post_quant_conv(z)
     vae.clear_cache()
     parts = []
@@ -59,7 +62,8 @@ def decode_raw(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
 
 
 def latent_stats(vae: AutoencoderKLWan, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of every channel from the VAE's config, shaped to broadcast over [b, z, f, h, w]."""
+    """Mean and standard deviation of every channel from the VAE's config, shaped to broadcast over [b, z,
+    f, h, w]."""
     shape = (1, vae.config.z_dim, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, dtype=like.dtype, device=like.device).view(shape)
     std = torch.tensor(vae.config.latents_std, dtype=like.dtype, device=like.device).view(shape)

@@ -1,9 +1,9 @@
 """The objective measure of the embedded model: does a video show what its prompt says, frame by frame?
 
-`observe` measures every frame with OpenCV and no knowledge of the prompt: background, object colour, place, size,
-angle, and the shape whose rendering overlaps best. `judge` compares that with the prompt. Colours count by their
-distance in RGB, not by the nearest name, so a drift that ends beside the right colour is seen. All lengths are in
-pixels of a 64-pixel picture; larger frames are reduced first.
+`observe` measures every frame with OpenCV and no knowledge of the prompt: background, object colour,
+place, size, angle, and the shape whose rendering overlaps best. `judge` compares that with the prompt.
+Colours count by their distance in RGB, not by the nearest name, so a drift that ends beside the right
+colour is seen. All lengths are in pixels of a 64-pixel picture; larger frames are reduced first.
 """
 
 from dataclasses import asdict, dataclass
@@ -28,7 +28,8 @@ from streamvid.tiny.world import coverage as draw
 
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour
 BACKGROUND_ERROR = 16.0
-FIT = 0.8  # overlap (intersection over union) with the ideal shape; blur and damage push it down
+FIT = 0.7  # overlap (intersection over union) with the ideal shape; blur and damage push it down
+SOFT = 5.0  # softness of the edge, relative to the ideal drawing, from which a shape counts as blurred
 HOLDS = 0.8  # part of the frames in which a property must be right
 SIZE_EDGE = float(np.sqrt(RADII["big"] * RADII["small"]))
 SHAPES = tuple(FOLDS)
@@ -36,7 +37,8 @@ SHAPES = tuple(FOLDS)
 
 @dataclass
 class Observation:
-    """What is seen in each of n frames; `shape` is an index into SHAPES, angle is of the folds of that shape."""
+    """What is seen in each of n frames; `shape` is an index into SHAPES, angle is of the folds of that
+    shape."""
 
     found: np.ndarray  # [n] bool: one object stands out from the background
     background: np.ndarray  # [n, 3] RGB
@@ -45,6 +47,7 @@ class Observation:
     place: np.ndarray  # [n, 2] x, y in pixels from the middle
     shape: np.ndarray  # [n]
     fit: np.ndarray  # [n] overlap with the best shape
+    soft: np.ndarray  # [n] how much softer the edge is than that of the ideal shape; 1 is as sharp
     radius: np.ndarray  # [n] nominal radius of the best shape
     area: np.ndarray  # [n]
     turns: np.ndarray  # [n, 3] phase of the 3-, 4- and 5-fold moment, radians
@@ -99,7 +102,8 @@ def _moment(cover: np.ndarray, x: float, y: float, fold: int) -> complex:
 
 
 def _isolate(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, bool]:
-    """Coverage of the object [64, 64], its colour, the background, the spread of the border, and whether it is one."""
+    """Coverage of the object [64, 64], its colour, the background, the spread of the border, and whether
+    it is one."""
     image = frame.astype(np.float32)
     border = np.concatenate(
         [image[:2].reshape(-1, 3), image[-2:].reshape(-1, 3), image[:, :2].reshape(-1, 3)]
@@ -124,21 +128,22 @@ def _isolate(frame: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, flo
     return cover, colour, background, spread, bool(alone and 60 <= areas.max() <= 0.5 * SIDE * SIDE)
 
 
-def _shape(cover: np.ndarray) -> tuple[int, float, float, float, float, list[float]]:
-    """Best shape, overlap, radius, x, y and the moment phases of a coverage."""
+def _shape(cover: np.ndarray) -> tuple[int, float, float, float, float, float, list[float]]:
+    """Best shape, overlap, softness, radius, x, y and the moment phases of a coverage."""
     areas, phases = _reference()
     moments = cv2.moments(cover)
     total = max(moments["m00"], 1e-6)
     x, y = moments["m10"] / total + 0.5 - SIDE / 2, moments["m01"] / total + 0.5 - SIDE / 2
     turns = [float(np.angle(_moment(cover, x, y, fold))) for fold in (3, 4, 5)]
-    best = (0, 0.0, 0.0)
+    best = (0, 0.0, 99.0, 0.0)
+    haze = float((cover * (1 - cover)).sum())
     for index, (shape, fold) in enumerate(FOLDS.items()):
         radius = float(np.sqrt(total / areas[shape]))
         angle = (turns[fold - 3] - phases[shape]) / fold if fold else 0.0
         ideal = draw(shape, np.array([[x, y, radius, angle]]))[0]
         overlap = float(np.minimum(ideal, cover).sum() / max(np.maximum(ideal, cover).sum(), 1e-6))
         if overlap > best[1]:
-            best = (index, overlap, radius)
+            best = (index, overlap, haze / max(float((ideal * (1 - ideal)).sum()), 1e-6), radius)
     return (*best, x, y, turns)
 
 
@@ -149,9 +154,9 @@ def observe(frames: np.ndarray) -> Observation:
         if frame.shape[0] != SIDE:
             frame = cv2.resize(frame, (SIDE, SIDE), interpolation=cv2.INTER_AREA)
         cover, colour, background, spread, found = _isolate(frame)
-        shape, fit, radius, x, y, turns = _shape(cover)
+        shape, fit, soft, radius, x, y, turns = _shape(cover)
         rows.append(
-            (found, background, spread, colour, (x, y), shape, fit, radius, float(cover.sum()), turns)
+            (found, background, spread, colour, (x, y), shape, fit, soft, radius, float(cover.sum()), turns)
         )
     return Observation(*(np.asarray(column) for column in zip(*rows, strict=True)))
 
@@ -184,7 +189,8 @@ def _rests(seen: Observation, shape: str) -> str:
 
 
 def motion_of(seen: Observation, shape: str) -> str:
-    """The motion of an observed clip (32 frames or more) of a known shape: a name of MOTIONS, or "unknown"."""
+    """The motion of an observed clip (32 frames or more) of a known shape: a name of MOTIONS, or
+    "unknown"."""
     place = seen.place
     extent = np.percentile(place, 95, axis=0) - np.percentile(place, 5, axis=0)
     if extent.max() < 6:
@@ -218,16 +224,17 @@ def _same_object(seen: Observation, span: int = 24) -> bool:
 def judge(frames: np.ndarray, prompt: str | Attributes, *, seen: Observation | None = None) -> Verdict:
     """Which properties of the prompt uint8 frames [n, h, w, 3] show; `seen` spares a second `observe`.
 
-    A property of every frame must hold in 80 % of them. Motion is judged over the whole clip; give it 48 frames or
-    more, of one prompt: cut a clip at a prompt change and judge the parts.
+    A property of every frame must hold in 80 % of them. Motion is judged over the whole clip; give it 48
+    frames or more, of one prompt: cut a clip at a prompt change and judge the parts.
     """
     wanted = parse(prompt) if isinstance(prompt, str) else prompt
     seen = observe(frames) if seen is None else seen
-    colour = np.abs(seen.colour - np.asarray(RGB[wanted.colour], np.float32)).max(1)
-    background = np.abs(seen.background - np.asarray(BACKGROUND_RGB[wanted.background], np.float32)).max(1)
+    colour = np.abs(seen.colour - np.float32(RGB[wanted.colour])).max(1)
+    background = np.abs(seen.background - np.float32(BACKGROUND_RGB[wanted.background])).max(1)
     colour_right = seen.found & (colour <= COLOUR_ERROR)
     background_right = (background <= BACKGROUND_ERROR) & (seen.spread <= 12)
     shape_right = seen.found & (seen.shape == SHAPES.index(wanted.shape)) & (seen.fit >= FIT)
+    shape_right &= seen.soft <= SOFT
     motion = motion_of(seen, wanted.shape)
     radius = np.median(np.sqrt(seen.area / _reference()[0][wanted.shape]))
     size_right = radius >= SIZE_EDGE if wanted.size == "big" else radius < SIZE_EDGE

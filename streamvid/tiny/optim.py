@@ -1,8 +1,10 @@
-"""Muon for matrices and convolutions, Adam for the rest, in one optimizer; and the learning-rate shape of a timed run.
+"""Muon for matrices and convolutions, Adam for the rest, in one optimizer; and the learning-rate shape of
+a timed run.
 
-Muon (Jordan et al. 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by five
-Newton-Schulz iterations. Here in fp32 (bf16 is emulated on many CPUs), with the update scaled to an RMS of 0.2
-(Moonlight, 2025) so that one learning rate serves all shapes. Convolutions are taken as [out, in * taps].
+Muon (Jordan et al. 2024): the momentum of a matrix is replaced by its nearest orthogonal matrix, found by
+a few Newton-Schulz iterations. Here in fp32 (bf16 is emulated on many CPUs), with the update scaled to an
+RMS of 0.2 (Moonlight, 2025) so that one learning rate serves all shapes. Convolutions are taken as [out,
+in * taps].
 """
 
 from collections import defaultdict
@@ -11,8 +13,9 @@ from collections.abc import Iterable
 import torch
 
 
-def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest semi-orthogonal matrices of a batch [n, rows, columns], approximately (Newton-Schulz, quintic)."""
+def orthogonalise(matrices: torch.Tensor, steps: int = 4) -> torch.Tensor:
+    """The nearest semi-orthogonal matrices of a batch [n, rows, columns], approximately (Newton-Schulz,
+    quintic)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     flip = x.shape[1] > x.shape[2]
@@ -101,6 +104,7 @@ class MuonAdam(torch.optim.Optimizer):
 
 
 def rate(progress: float, step: int, *, warmup: int = 30, hold: float = 0.5) -> float:
-    """Factor of the learning rate at `progress` (0..1 of the time budget): linear warm-up, constant, linear to 0.02."""
+    """Factor of the learning rate at `progress` (0..1 of the time budget): linear warm-up, constant,
+    linear to 0.02."""
     decay = 1.0 if progress < hold else max(0.02, 1 - (progress - hold) / (1 - hold) * 0.98)
     return decay * min(1.0, (step + 1) / warmup)

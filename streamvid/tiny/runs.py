@@ -1,26 +1,57 @@
-"""What every training stage needs: a clock that survives kill -9, checkpoints, a CSV log, pictures to look at."""
+"""What every training stage needs: a clock that survives kill -9, checkpoints, a CSV log, pictures,
+data-parallelism."""
 
 import csv
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """This process's number among the data-parallel ones; 0 if there is only one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of data-parallel processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def data_seed(seed: int) -> int:
+    """A seed for this process's share of the data."""
+    return seed + 7_919 * rank()
+
+
+def average_gradients(params: Iterable[torch.nn.Parameter]) -> None:
+    """Replaces every gradient by its mean over all processes: one all-reduce of one flat tensor."""
+    if not dist.is_initialized():
+        return
+    grads = [p.grad for p in params if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 class Run:
     """One stage of training in a folder: `state.pt` (all that is needed to go on), `log.csv`, sheets.
 
-    `spent` is the training time in seconds, of earlier processes too, so a budget means the same after a restart.
+    `spent` is the training time in seconds, of earlier processes too, so a budget means the same after a
+    restart. With several processes the clock is that of rank 0, and only rank 0 writes.
     """
 
     def __init__(self, folder: Path, minutes: float, *, save_every: float = 120.0):
         self.folder, self.budget, self.save_every = folder, minutes * 60, save_every
         folder.mkdir(parents=True, exist_ok=True)
-        self.step, self._before = 0, 0.0
+        self.step, self._before, self.progress = 0, 0.0, 0.0
         self._began = self._saved = time.monotonic()
 
     @property
@@ -28,10 +59,17 @@ class Run:
         """Seconds of training so far."""
         return self._before + time.monotonic() - self._began
 
-    @property
-    def progress(self) -> float:
-        """Part of the time budget that is used, 0 to 1."""
-        return min(1.0, self.spent / max(self.budget, 1e-9))
+    def running(self) -> bool:
+        """Whether there is time for another step; sets `progress`, the used part of the budget (0 to 1)."""
+        clock = torch.tensor([self.spent, float(time.monotonic() - self._saved >= self.save_every)])
+        if dist.is_initialized():
+            if dist.get_backend() == "nccl":
+                clock = clock.cuda()
+            dist.broadcast(clock, 0)
+        spent, due = clock.tolist()
+        self.due = bool(due)
+        self.progress = min(1.0, spent / max(self.budget, 1e-9))
+        return self.progress < 1
 
     def resume(self) -> dict[str, Any] | None:
         """The saved state of an earlier process, or None; sets step and clock."""
@@ -45,17 +83,17 @@ class Run:
 
     def save(self, state: dict[str, Any]) -> None:
         """Writes the state; a kill at any moment leaves either the old file or the new one."""
+        self._saved = time.monotonic()
+        if rank():
+            return
         temporary = self.folder / "state.pt.tmp"
         torch.save({**state, "step": self.step, "spent": self.spent}, temporary)
         os.replace(temporary, self.folder / "state.pt")
-        self._saved = time.monotonic()
-
-    def due(self) -> bool:
-        """Whether it is time to save."""
-        return time.monotonic() - self._saved >= self.save_every
 
     def log(self, **values: float) -> None:
         """One line of the CSV; the columns are those of the first call."""
+        if rank():
+            return
         path = self.folder / "log.csv"
         row = {"step": self.step, "seconds": round(self.spent, 1)}
         row.update({k: round(float(v), 5) for k, v in values.items()})

@@ -8,33 +8,30 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from streamvid.tiny.codec import decode_raw, encode_parameters, make_vae
+from streamvid.tiny.data import to_model
 from streamvid.tiny.optim import MuonAdam, rate
-from streamvid.tiny.runs import Run, sheet
+from streamvid.tiny.runs import Run, average_gradients, data_seed, rank, sheet
 from streamvid.tiny.world import render, sample_scene
 
 log = logging.getLogger(__name__)
 KL_WEIGHT = 3e-4
-# (frames, clips a step, part of the steps) early and late: short clips teach pictures, long ones the causal memory.
+# (frames, clips a step, part of the steps) early and late: short clips teach pictures, long ones the
+# causal memory.
 EARLY = ((5, 12, 1.0),)
-LATE = ((9, 8, 0.45), (17, 4, 0.35), (33, 2, 0.15), (65, 1, 0.05))
+LATE = ((5, 12, 0.35), (9, 7, 0.35), (17, 4, 0.2), (33, 2, 0.07), (65, 1, 0.03))
 
 
 def clip_batch(seed: int, step: int, progress: float) -> torch.Tensor:
     """The clips of one step, [b, 3, t, 64, 64] in -1..1: a function of seed, step and phase of training."""
     rng = np.random.default_rng([seed, step])
-    plan = EARLY if progress < 0.15 else LATE
+    plan = EARLY if progress < 0.2 else LATE
     frames, count, _ = plan[int(rng.choice(len(plan), p=[p for *_, p in plan]))]
     clips = []
     for i in range(count):
         # One clip in eight holds a prompt change, so the memory of the decoder learns to let go.
         switch = (int(rng.integers(1, max(2, frames // 4))) * 4 + 1,) if i % 8 == 7 else ()
-        clips.append(render(sample_scene(seed, step * 64 + i, switch_frames=switch), frames))
+        clips.append(render(sample_scene(seed, step * 64 + i, switch_frames=switch, anywhere=True), frames))
     return to_model(np.stack(clips))
-
-
-def to_model(clips: np.ndarray) -> torch.Tensor:
-    """uint8 [b, t, h, w, 3] to fp32 [b, 3, t, h, w] in -1..1."""
-    return torch.from_numpy(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
 def to_frames(video: torch.Tensor) -> np.ndarray:
@@ -63,24 +60,35 @@ def train_vae(
     device: str = "cpu",
     init: Path | None = None,
     lr: float = 4e-3,
+    decoder_only: bool = False,
 ) -> AutoencoderKLWan:
-    """Trains (or goes on with) the VAE in `folder` and returns it with the latent statistics in its config."""
+    """Trains (or goes on with) the VAE in `folder` and returns it with the latent statistics in its config.
+
+    `init` is a folder to start from. With `decoder_only` the encoder stays, and with it the latents and their
+    statistics: a decoder can go on improving while a transformer learns those latents.
+    """
     run = Run(folder, minutes)
     torch.manual_seed(seed)
     vae = AutoencoderKLWan.from_pretrained(init) if init else make_vae()
     vae = vae.float().to(device).train()
-    optimizer = MuonAdam(vae.parameters(), lr=lr)
+    if decoder_only:
+        vae.encoder.requires_grad_(False)
+        vae.quant_conv.requires_grad_(False)
+    optimizer = MuonAdam([p for p in vae.parameters() if p.requires_grad], lr=lr)
     state = run.resume()
     if state:
         vae.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     mean_mse = None
-    while run.progress < 1:
+    while run.running():
         optimizer.set_lr(lr * rate(run.progress, run.step))
-        noise = torch.Generator().manual_seed(seed * 1_000_003 + run.step)
-        parts = vae_loss(vae, clip_batch(seed, run.step, run.progress).to(device), noise)
+        share = data_seed(seed)
+        noise = torch.Generator().manual_seed(share * 1_000_003 + run.step)
+        progress = 1.0 if init else run.progress
+        parts = vae_loss(vae, clip_batch(share, run.step, progress).to(device), noise)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
+        average_gradients(vae.parameters())
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         run.step += 1
@@ -88,12 +96,13 @@ def train_vae(
         mean_mse = mse if mean_mse is None else mean_mse.lerp(mse, 0.05)
         if run.step % 20 == 0:
             psnr = -10 * torch.log10(mean_mse / 4)
-            run.log(psnr=float(psnr), **{k: float(v.detach()) for k, v in parts.items()})
-        if run.due():
+            run.log(psnr=psnr, **{k: v.detach() for k, v in parts.items()})
+        if run.due:
             run.save({"model": vae.state_dict(), "optimizer": optimizer.state_dict()})
-            _sheet(vae, folder / f"vae_{run.step:06d}.png", device)
+            if not rank():
+                _sheet(vae, folder / f"vae_{run.step:06d}.png", device)
     run.save({"model": vae.state_dict(), "optimizer": optimizer.state_dict()})
-    return finish(vae, seed)
+    return vae.eval() if decoder_only else finish(vae, seed)
 
 
 @torch.no_grad()
@@ -103,7 +112,7 @@ def finish(vae: AutoencoderKLWan, seed: int, clips: int = 48) -> AutoencoderKLWa
     device = next(vae.parameters()).device
     latents = []
     for i in range(clips):
-        video = to_model(render(sample_scene(seed + 17, i), 33, start=0)[None]).to(device)
+        video = to_model(render(sample_scene(seed + 17, i, anywhere=True), 33, start=0)[None]).to(device)
         latents.append(encode_parameters(vae, video)[:, : vae.config.z_dim])
     z = torch.cat(latents).transpose(0, 1).flatten(1)
     vae.register_to_config(latents_mean=z.mean(1).tolist(), latents_std=z.std(1).tolist())

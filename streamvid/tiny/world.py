@@ -1,8 +1,10 @@
-"""The world the embedded model knows: one large flat object on a plain background, in slow and endless motion.
+"""The world the embedded model knows: one large flat object on a plain background, in slow and endless
+motion.
 
-An analytic renderer: signed distances, coverage clipped to one pixel, no image library. Everything is a function of
-(seed, index) or of a `Scene`, so a clip can be made again anywhere. The world is poor on purpose: given the caption,
-only a phase along the path and a small shift of the place are random, so that a small model can learn it in hours.
+An analytic renderer: signed distances, coverage clipped to one pixel, no image library. Everything is a
+function of (seed, index) or of a `Scene`, so a clip can be made again anywhere. The world is poor on
+purpose: given the caption, only a phase along the path and a small shift of the place are random, so that
+a small model can learn it in hours.
 """
 
 from dataclasses import dataclass
@@ -44,7 +46,8 @@ BACKGROUND_RGB = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What is shown: attributes from a frame on (the first at 0), the path's phase in frames, a shift in pixels."""
+    """What is shown: attributes from a frame on (the first at 0), the phase of the path in frames, a shift
+    in pixels."""
 
     segments: tuple[tuple[int, Attributes], ...]
     phase: float
@@ -60,7 +63,8 @@ class Scene:
 
 
 def path(motion: str, size: str, t: np.ndarray) -> np.ndarray:
-    """Pose on the path of a motion at times `t` (frames): [n, 4] of x, y (pixels from the middle), radius, angle."""
+    """Pose on the path of a motion at times `t` (frames): [n, 4] of x, y (pixels from the middle), radius,
+    angle."""
     t = np.asarray(t, np.float64)
     pose = np.zeros((len(t), 4))
     pose[:, 2] = RADII[size]
@@ -82,7 +86,8 @@ def path(motion: str, size: str, t: np.ndarray) -> np.ndarray:
 
 
 def _nearest_phase(motion: str, size: str, pose: np.ndarray) -> float:
-    """The phase at which the path of a motion comes nearest to a pose, so that a change of motion is not a jump."""
+    """The phase at which the path of a motion comes nearest to a pose, so that a change of motion is not a
+    jump."""
     if motion in ("still", "spinning"):
         return 0.0
     phases = np.arange(0.0, PULSE_PERIOD if motion == "pulsing" else PERIOD, 0.5)
@@ -91,9 +96,11 @@ def _nearest_phase(motion: str, size: str, pose: np.ndarray) -> float:
 
 
 def poses(scene: Scene, num_frames: int) -> np.ndarray:
-    """Pose of the object in every frame, [num_frames, 4]: x, y in pixels from the middle, radius, angle in radians.
+    """Pose of the object in every frame, [num_frames, 4]: x, y in pixels from the middle, radius, angle in
+    radians.
 
-    After a change the old pose fades out over `EASE` frames; where neither motion nor size changes, nothing moves.
+    After a change the old pose fades out over `EASE` frames; where neither motion nor size changes,
+    nothing moves.
     """
     out = np.zeros((num_frames, 4))
     phase, fade_from, offset = scene.phase, 0, np.zeros(4)
@@ -130,7 +137,8 @@ def _wrap(angle: float, fold: int) -> float:
 
 
 def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Signed distance (pixels, negative inside) to a shape of nominal radius, upright, centred on its centroid."""
+    """Signed distance (pixels, negative inside) to a shape of nominal radius, upright, centred on its
+    centroid."""
     if shape == "ball":
         return np.hypot(x, y) - 0.95 * radius
     if shape == "ring":
@@ -153,7 +161,8 @@ def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np
 
 
 def coverage(shape: str, pose: np.ndarray, side: int = SIDE) -> np.ndarray:
-    """Part of every pixel the object covers, [n, side, side] in 0..1, for poses [n, 4] (pixels of a SIDE picture)."""
+    """Part of every pixel that the object covers, [n, side, side] in 0..1, for poses [n, 4] (pixels of a
+    SIDE picture)."""
     scale = side / SIDE
     grid = (np.arange(side, dtype=np.float32) + 0.5 - side / 2) / scale
     pose = np.asarray(pose, np.float32)[:, :, None, None]
@@ -174,32 +183,42 @@ def render(scene: Scene, num_frames: int, start: int = 0, side: int = SIDE) -> n
         if low >= high:
             continue
         alpha = coverage(now.shape, pose[low:high], side)[..., None]
-        fore, back = (
-            np.asarray(rgb, np.float32) for rgb in (RGB[now.colour], BACKGROUND_RGB[now.background])
-        )
+        fore, back = np.float32(RGB[now.colour]), np.float32(BACKGROUND_RGB[now.background])
         out[low - start : high - start] = back + alpha * (fore - back)
     return (out + 0.5).astype(np.uint8)
 
 
-def sample_scene(seed: int, index: int, *, switch_frames: tuple[int, ...] = ()) -> Scene:
-    """Scene number `index` of the endless list that `seed` names; the prompt changes at each of `switch_frames`.
+def sample_scene(
+    seed: int, index: int, *, switch_frames: tuple[int, ...] = (), anywhere: bool = False
+) -> Scene:
+    """Scene number `index` of the endless list that `seed` names; the prompt changes at each of
+    `switch_frames`.
 
     A change touches one attribute in most cases, otherwise each of them with probability one half.
     """
     rng = np.random.default_rng([seed, index])
-    return scene_of(sample_attributes(rng), rng, switch_frames=switch_frames)
+    return scene_of(sample_attributes(rng), rng, switch_frames=switch_frames, anywhere=anywhere)
 
 
 def scene_of(
-    attributes: Attributes, rng: np.random.Generator, *, switch_frames: tuple[int, ...] = ()
+    attributes: Attributes,
+    rng: np.random.Generator,
+    *,
+    switch_frames: tuple[int, ...] = (),
+    anywhere: bool = False,
 ) -> Scene:
-    """A scene that begins with the given attributes, with random phase and shift."""
+    """A scene that begins with the given attributes, with a random shift.
+
+    A scene begins at the start of its path, so that the caption decides how it looks; with `anywhere` it
+    begins at a random place of the path instead, as a scene does that has been going on for a while.
+    """
     segments = [(0, attributes)]
     for frame in switch_frames:
         segments.append((frame, change(segments[-1][1], rng)))
     angle, length = 2 * np.pi * rng.random(), JITTER * np.sqrt(rng.random())
     shift = (float(length * np.cos(angle)), float(length * np.sin(angle)))
-    return Scene(tuple(segments), float(rng.random() * PERIOD * 3), shift)
+    phase = float(rng.random() * PERIOD * 3) if anywhere else 0.0
+    return Scene(tuple(segments), phase, shift)
 
 
 def change(attributes: Attributes, rng: np.random.Generator) -> Attributes:

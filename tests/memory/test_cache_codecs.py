@@ -83,3 +83,22 @@ def test_token_subsets_need_the_current_chunk_to_be_kept():
 def test_shadow_and_codec_exclude_each_other():
     with pytest.raises(ValueError, match="cannot be combined with a codec"):
         KVCache(G, "window:size=9", "int8", shadow=True)
+
+
+def test_spans_are_divided_where_a_rewind_or_flush_cuts_them():
+    frames = lambda cache: [f for entry in cache.banks[0][0].entries for f in entry.frames]
+    cache, generator = warm("qvg:span_frames=4", chunks=4, policy="full")
+    assert [len(e.frames) for e in cache.banks[0][0].entries] == [4, 4, 4]
+    k = [cache.banks[1][0].read(entry)[0].clone() for entry in cache.banks[1][0].entries]
+    cache.rewind(3)
+    assert frames(cache) == list(range(9)) and cache.next_frame == 9
+    again = torch.cat([cache.banks[1][0].read(entry)[0] for entry in cache.banks[1][0].entries], 1)
+    assert torch.equal(again, torch.cat(k, 1)[:, : 9 * G.tokens_per_frame])
+    run_chunk(cache, 3, generator)
+    assert frames(cache) == list(range(12)) and [len(e.frames) for e in cache.banks[0][0].entries] == [
+        4,
+        4,
+        4,
+    ]
+    cache.flush(2)
+    assert frames(cache) == [10, 11]

@@ -10,7 +10,11 @@ from streamvid.memory.codecs import CODECS, make_codec
 from streamvid.memory.geometry import KVGeometry
 
 SMALL = KVGeometry(layers=2, heads=2, head_dim=32, grid=(2, 4))
-OUTSIDE = {"mixed": "mixed:recent_frames=2,older=int4", "qvg": "qvg:span_frames=4"}
+OUTSIDE = {
+    "mixed": "mixed:recent_frames=2,older=int4",
+    "qvg": "qvg:span_frames=4",
+    "offload": "offload:keep_frames=2",
+}
 """Settings that make a small test see the codec at work."""
 
 

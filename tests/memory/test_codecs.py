@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from streamvid.kernels.quantise import dequantise
 from streamvid.memory.codecs import CODECS, PackedKV, make_codec, packed_bytes, recode
+from streamvid.memory.codecs.base import join, joinable
 from streamvid.memory.codecs.mixed import Mixed
 from streamvid.memory.offload import Offload
 
@@ -183,6 +184,18 @@ def test_heads_and_tokens_can_be_taken_from_a_block(spec):
     if codec.token_wise:
         for got, wanted in zip(codec.decode(packed.take_tokens(tokens)), whole, strict=True):
             torch.testing.assert_close(got, wanted[:, tokens])
+
+
+@every_codec
+def test_blocks_that_can_be_joined_decode_as_before(spec):
+    codec = make_codec(spec)
+    blocks = [codec.encode(*numbers((2, n, 2, 32), seed=n), **OLD) for n in (9, 12, 5)]
+    possible = joinable(codec, blocks[0], blocks[1])
+    assert possible == (codec.token_wise and not blocks[0].shared and not isinstance(codec, Offload))
+    if possible:
+        apart = [torch.cat(parts, 1) for parts in zip(*map(codec.decode, blocks), strict=True)]
+        for got, wanted in zip(codec.decode(join(blocks)), apart, strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 @every_codec

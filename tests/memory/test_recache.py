@@ -36,6 +36,17 @@ def history(net, policy, chunks, prompt, codec=None, **extra):
     return cache, latents
 
 
+def again(net, cache, prompt, latents, **how):
+    """Encode under ``prompt``."""
+
+    def encode(part, skip):
+        cache.begin_chunk(part.shape[1], skip=skip)
+        net.context_pass(part, 0.0, prompt, cache)
+        cache.commit()
+
+    recache(cache, latents, encode, **how)
+
+
 def contents(cache, layer=1):
     bank = cache.banks[layer][0]
     return [(e.frames, e.region, *(x.clone() for x in bank.read(e))) for e in bank.entries]
@@ -52,19 +63,19 @@ def test_causal_recache_with_the_same_prompt_changes_nothing_while_all_is_seen(n
     prompt = prompt_of(net, 1)
     cache, latents = history(net, policy, 2, prompt)
     before = contents(cache)
-    assert recache_frames(cache, "causal") == 6
-    recache(net, cache, prompt, latents, mode="causal")
+    assert recache_frames(cache) == 6
+    again(net, cache, prompt, latents, mode="causal")
     assert same(before, contents(cache))
     assert cache.next_frame == 6 and cache.num_chunks == 2
-    recache(net, cache, prompt_of(net, 2), latents, mode="causal")
+    again(net, cache, prompt_of(net, 2), latents, mode="causal")
     assert not same(before, contents(cache), atol=1e-3)
 
 
 def test_window_recache_sees_both_ways_and_moves_the_sink(net):
     prompt, other = prompt_of(net, 1), prompt_of(net, 2)
     cache, latents = history(net, "window:size=9,sink=3", 5, prompt, retain=True)
-    assert recache_frames(cache, "window") == 9
-    recache(net, cache, other, latents[:, -9:])
+    assert recache_frames(cache) == 9
+    again(net, cache, other, latents[:, -9:])
     held = contents(cache)
     assert [f for frames, *_ in held for f in frames] == list(range(6, 15))
     assert [region for _, region, *_ in held] == ["sink"] * 3 + ["recent"] * 6
@@ -82,7 +93,7 @@ def test_a_kept_sink_is_left_as_it_was(net, mode):
     prompt, other = prompt_of(net, 1), prompt_of(net, 2)
     cache, latents = history(net, "window:size=9,sink=3", 5, prompt, retain=True)
     before = contents(cache)
-    recache(net, cache, other, latents[:, -9:], mode=mode, keep_sink=True)
+    again(net, cache, other, latents[:, -9:], mode=mode, keep_sink=True)
     after = contents(cache)
     assert [f for frames, *_ in after for f in frames] == [0, 1, 2, *range(9, 15)]
     assert same(before[:3], after[:3], atol=0)
@@ -93,12 +104,12 @@ def test_micro_recache_touches_the_last_chunk_only(net):
     prompt, other = prompt_of(net, 1), prompt_of(net, 2)
     cache, latents = history(net, "window:size=9,sink=3", 4, prompt)
     before = contents(cache)
-    recache(net, cache, other, latents[:, -3:], mode="micro")
+    again(net, cache, other, latents[:, -3:], mode="micro")
     after = contents(cache)
     assert same(before[:3], after[:3], atol=0) and len(after) == 6
     assert all((a[2] - b[2]).abs().max() > 1e-3 for a, b in zip(before[3:], after[3:], strict=True))
-    with pytest.raises(StreamvidError, match="micro re-cache needs the newest 3 latent frames, got 4"):
-        recache(net, cache, other, latents[:, -4:], mode="micro")
+    with pytest.raises(StreamvidError, match="re-cache of 13 latent frames, but there are only 12"):
+        again(net, cache, other, torch.cat([latents, latents[:, :1]], 1))
 
 
 def test_flush_rewind_and_rebuild_keep_what_they_say(net):
@@ -128,7 +139,13 @@ def test_a_stream_goes_on_after_each_mode(net):
     for mode in (None, "causal", "micro"):
         cache, latents = history(net, "window:size=9,sink=3", 2, prompt)
         if mode:
-            recache(net, cache, prompt, latents[:, -recache_frames(cache, mode) :], mode=mode)
+            again(
+                net,
+                cache,
+                prompt,
+                latents[:, -(3 if mode == "micro" else recache_frames(cache)) :],
+                mode=mode,
+            )
         assert cache.begin_chunk(3).index == 2
         flows.append(net(x, 700.0, prompt, cache))
     assert all(torch.allclose(flow, flows[0], atol=5e-6) for flow in flows)
