@@ -125,10 +125,11 @@ function bestOf(name) {
 }
 function tableRow(i, names, best) {
   const variant = D.variants[i];
-  const first = el("td", {}, swatch(i), variant.label);
-  if (variant.is_reference) first.append(el("span", { class: "tag" }, "reference"));
-  if (variant.imported) first.append(el("span", { class: "tag" }, "imported"));
-  if (variant.failed) first.append(el("span", { class: "tag bad" }, `${variant.failed} failed`));
+  const name = el("div", { class: "variant" }, swatch(i), el("span", {}, variant.label));
+  const first = el("td", {}, name);
+  if (variant.is_reference) name.lastChild.append(el("span", { class: "tag" }, "reference"));
+  if (variant.imported) name.lastChild.append(el("span", { class: "tag" }, "imported"));
+  if (variant.failed) name.lastChild.append(el("span", { class: "tag bad" }, `${variant.failed} failed`));
   tip(first, `${variant.clips} clips\n` + Object.entries(variant.variant).map(([k, v]) => `${title(k)}: ${v}`).join("\n"));
   const row = el("tr", {}, first);
   for (const name of names) {

@@ -132,7 +132,8 @@ def _tell(study: Study, rows: list[Row], page: Path, as_json: bool) -> None:
     else:
         _print_table(entries, SUMMARY)
         for result in orderings:
-            typer.echo(f"{result.verdict}: {result.claim} ({result.clause}, {result.pairs} pairs)")
+            by = "" if result.difference is None else f", by {result.difference:.3g} on the mean"
+            typer.echo(f"{result.verdict}: {result.claim} ({result.clause}{by}, {result.pairs} pairs)")
         typer.echo(f"report: {page}")
     if not made:
         raise typer.Exit(1)
@@ -142,10 +143,12 @@ def _print_table(entries: list[dict[str, Any]], summary: tuple[str, ...]) -> Non
     from rich.console import Console
     from rich.table import Table
 
-    names = [name for name in summary if any(name in entry["metrics"] for entry in entries)][:8]
+    console = Console()
+    fitting = max(2, (console.width - 46) // 12)
+    names = [name for name in summary if any(name in entry["metrics"] for entry in entries)][:fitting]
     table = Table("variant", "clips", "failed", *(name.replace("_", " ") for name in names))
     for entry in entries:
         stats = [entry["metrics"].get(name) for name in names]
         values = ["-" if stat is None else f"{stat['mean']:.4g}" for stat in stats]
         table.add_row(entry["label"], str(entry["clips"]), str(entry["failed"]), *values)
-    Console().print(table)
+    console.print(table)
