@@ -22,7 +22,8 @@ METHOD = (
 PLANNED = (
     "The planned peak holds the packed frames, one layer unpacked, the rotation tables and the chunk in progress, not "
     "the tensors of the attention call itself. A codec that packs spans of frames (QVG) keeps up to a span minus one "
-    "unpacked while it waits, and its peak with them."
+    "unpacked while it waits, and its peak with them; "
+    "a window drops such a block as a whole as soon as one of its frames has left."
 )
 
 
@@ -52,7 +53,8 @@ def tables(result: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
         (
-            f"Processor time of a chunk and bytes between chunks ({result['memory']}, {result['threads']} thread(s), "
+            f"Processor time of a chunk and bytes at the end (policy {result['memory']}, latent frames "
+            f"{result['timed_frames'][0]} to {result['timed_frames'][1]}, {result['threads']} thread(s), "
             f"{result['dtype']})",
             markdown(["codec", "ms a chunk", "more than none", "memory"], _times(result["time"])),
         ),

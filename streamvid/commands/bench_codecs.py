@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Option(help="Repeatable; by default every codec in its usual settings.")
         ] = None,
         frames: Annotated[int, typer.Option(help="Latent frames of history.", min=6)] = 24,
-        chunks: Annotated[int, typer.Option(help="Chunks timed with each codec.", min=1)] = 3,
+        chunks: Annotated[int, typer.Option(help="Chunks timed with each codec.", min=1)] = 8,
         device: common.Device = None,
         dtype: common.Dtype = None,
         threads: common.Threads = None,
