@@ -15,10 +15,10 @@ Row = Mapping[str, Any]
 
 
 def interval(values: Sequence[float]) -> dict[str, float | int | None]:
-    """Mean with its 95 % interval (Student); no interval for a single value."""
+    """Mean with its 95 % interval (Student). Of fewer than three values there is none: it would span the plot."""
     x = np.asarray(values, np.float64)
     mean = float(x.mean())
-    if len(x) < 2:
+    if len(x) < 3:
         return {"mean": mean, "lo": None, "hi": None, "n": len(x)}
     half = float(student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)))
     return {"mean": mean, "lo": mean - half, "hi": mean + half, "n": len(x)}

@@ -8,6 +8,7 @@ under the new prompt. Loading and compiling are outside every clock; the first s
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,12 +211,22 @@ def _reset_peak(pipe: Any) -> None:
         torch.cuda.reset_peak_memory_stats(pipe.device)
 
 
+def peak_rss() -> int:
+    """Largest resident size of this process so far, loading included; where the system keeps none, the size now."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def _memory(pipe: Any, stats: dict[str, Any]) -> dict[str, int]:
     """Peak bytes: of the process, of the device, of keys and values, and of all tensors of the stream."""
-    import psutil
-
     found = {
-        "rss": psutil.Process().memory_info().rss,
+        "rss": peak_rss(),
         "kv_stored": sum(report["stored"] for report in stats["memory"].values()),
         "kv_peak": sum(report["peak"] for report in stats["memory"].values()),
         "stream": stats["bytes"],

@@ -117,7 +117,7 @@ def test_the_file_is_whole_or_not_there(made):
 def test_intervals_are_students():
     stat = interval([1.0, 2.0, 3.0])
     assert stat["mean"] == 2 and stat["hi"] - 2 == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
-    assert interval([5.0]) == {"mean": 5.0, "lo": None, "hi": None, "n": 1}
+    assert interval([5.0, 7.0]) == {"mean": 6.0, "lo": None, "hi": None, "n": 2}
 
 
 def test_the_table_pairs_with_the_reference_and_counts_failures(made):

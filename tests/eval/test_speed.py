@@ -8,7 +8,7 @@ import torch
 
 from streamvid.errors import StreamvidError
 from streamvid.eval.floor import Limits, Shape, chunk_floor, decoder_operations, measure_limits, pass_cost
-from streamvid.eval.speed import Plan, measure_speed, playback, scaling, spread, versus
+from streamvid.eval.speed import Plan, measure_speed, peak_rss, playback, scaling, spread, versus
 
 
 def wan(queries, keys, layers=30, width=1536, ffn=8960, text=512):
@@ -67,6 +67,13 @@ def test_playback_at_the_rate_of_arrival_never_stalls_and_a_slow_chunk_stalls_on
     assert buffered["stalls"] == 0
     with pytest.raises(StreamvidError, match="do not fill"):
         playback([1], [12], fps=12, buffer_frames=24)
+
+
+def test_peak_rss_is_in_bytes_and_sees_an_allocation():
+    before = peak_rss()
+    held = bytearray(200 * 2**20)
+    held[::4096] = b"x" * len(held[::4096])
+    assert 20 * 2**20 < before <= peak_rss() and peak_rss() >= 200 * 2**20
 
 
 class FakeStream:
