@@ -35,7 +35,7 @@ def deep_forcing_of(config: dict[str, Any]) -> DeepForcing:
 
 def deep_forcing_choice(cache: KVCache, name: str) -> dict[str, Tensor]:
     """Scores and selected tokens of a chunk that compresses; call it before the context pass."""
-    out = {}
+    out: dict[str, Tensor] = {}
     for row in cache.banks:
         bank = row[0]
         if "chosen" not in bank.notes:

@@ -66,9 +66,11 @@ class _Windows:
         state, noise, latents = RollingState(), self._noise(), []
         shape = (self.config["batch"], self.frames, *self.case["noise"].shape[2:])
         for index in range(self.blocks):
-            kind = "normal" if index else "first"
             info = ChunkInfo(
-                index=index, start_latent=index * self.frames, num_latents=self.frames, kind=kind
+                index=index,
+                start_latent=index * self.frames,
+                num_latents=self.frames,
+                kind="normal" if index else "first",
             )
             denoise = joint_denoiser(self.net, self.prompt, self.cache)
             x0 = sampler.sample_chunk(

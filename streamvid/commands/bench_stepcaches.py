@@ -80,7 +80,7 @@ def measure(
     """
     many = pipe.config.num_inference_steps is not None
     listed = list(specs or (MANY_STEP if many else FEW_STEP))
-    setups = [("none", {})]
+    setups: list[tuple[str, dict[str, Any]]] = [("none", {})]
     setups += [(f"{count} steps", {"num_inference_steps": count}) for count in fewer]
     setups += [(spec, {"step_cache": spec}) for spec in listed]
     streams = [pipe.stream(prompt, output_type="latent", **(options | extra)) for _, extra in setups]

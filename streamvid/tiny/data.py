@@ -4,6 +4,7 @@ a seed."""
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,8 @@ class _Captions:
     """Collects captions and gives their numbers; a caption is dropped (empty) with probability 0.1."""
 
     def __init__(self, rng: np.random.Generator):
-        self.rng, self.texts, self.known = rng, [""], {}
+        self.rng, self.texts = rng, [""]
+        self.known: dict[Any, Any] = {}
 
     def number(self, attributes: Attributes, sample: int) -> int:
         """The caption number of some attributes within one sample, where the wording stays the same."""

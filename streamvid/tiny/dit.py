@@ -1,4 +1,5 @@
 """The embedded causal transformer in training: diffusers' Wan blocks run over chunks, attention answered
+from typing import Any
 from outside.
 
 All per-token work treats tokens as [chunks, tokens of a chunk, dim], whatever sequence a chunk belongs to.
@@ -10,6 +11,7 @@ rows attended to, no causality inside a chunk.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +99,7 @@ def rotate(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * factors).flatten(-2)
 
 
-def rms(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+def rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """RMS norm over the whole width, as the module holds it."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 

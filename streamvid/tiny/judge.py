@@ -229,8 +229,8 @@ def judge(frames: np.ndarray, prompt: str | Attributes, *, seen: Observation | N
     """
     wanted = parse(prompt) if isinstance(prompt, str) else prompt
     seen = observe(frames) if seen is None else seen
-    colour = np.abs(seen.colour - np.float32(RGB[wanted.colour])).max(1)
-    background = np.abs(seen.background - np.float32(BACKGROUND_RGB[wanted.background])).max(1)
+    colour = np.abs(seen.colour - np.asarray(RGB[wanted.colour], np.float32)).max(1)
+    background = np.abs(seen.background - np.asarray(BACKGROUND_RGB[wanted.background], np.float32)).max(1)
     colour_right = seen.found & (colour <= COLOUR_ERROR)
     background_right = (background <= BACKGROUND_ERROR) & (seen.spread <= 12)
     shape_right = seen.found & (seen.shape == SHAPES.index(wanted.shape)) & (seen.fit >= FIT)

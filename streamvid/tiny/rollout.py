@@ -8,6 +8,7 @@ leave the trained range.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -37,7 +38,8 @@ class _Attend:
     """Attention of one chunk to the cache and to itself; remembers the chunk's own keys and values."""
 
     def __init__(self, model: WanTransformer3DModel, cache: Cache, size: tuple[int, int], device):
-        self.cache, self.own = cache, []
+        self.cache = cache
+        self.own: list[Any] = []
         bases = torch.arange(len(cache.chunks) + 1, device=device) * CHUNK
         factors = rotation(model, bases, *size)
         self.now, self.all = factors[-1:], factors.flatten(0, 1)[None]
@@ -93,7 +95,7 @@ def generate(
     which = torch.cat([rows, torch.full_like(rows, batch)]) if guided else rows
     out = []
     for chunk in range(num_chunks):
-        text = torch.cat([per_chunk[chunk], empty]) if guided else per_chunk[chunk]
+        text = torch.cat([per_chunk[chunk], cast(torch.Tensor, empty)]) if guided else per_chunk[chunk]
         keys = text_keys(model, text)
 
         def passes(x, sigma, cache=cache, keys=keys):

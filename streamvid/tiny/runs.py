@@ -90,7 +90,7 @@ class Run:
         torch.save({**state, "step": self.step, "spent": self.spent}, temporary)
         os.replace(temporary, self.folder / "state.pt")
 
-    def log(self, **values: float) -> None:
+    def log(self, **values: Any) -> None:
         """One line of the CSV; the columns are those of the first call."""
         if rank():
             return

@@ -129,7 +129,7 @@ def _probe_loss(encoder, probe, tokenizer, rng, device, count: int = 96) -> tupl
     logits = probe(encoder(ids, attention_mask=mask).last_hidden_state)
     labels = torch.tensor([a.indices() for a in wanted], device=device)
     weight = mask.float() / mask.sum()
-    loss, right, start = 0.0, torch.ones_like(mask, dtype=torch.bool), 0
+    loss, right, start = logits.new_zeros(()), torch.ones_like(mask, dtype=torch.bool), 0
     for column, table in enumerate(TABLES.values()):
         part = logits[..., start : start + len(table)]
         label = labels[:, column, None].expand(mask.shape)

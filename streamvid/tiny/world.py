@@ -183,7 +183,9 @@ def render(scene: Scene, num_frames: int, start: int = 0, side: int = SIDE) -> n
         if low >= high:
             continue
         alpha = coverage(now.shape, pose[low:high], side)[..., None]
-        fore, back = np.float32(RGB[now.colour]), np.float32(BACKGROUND_RGB[now.background])
+        fore, back = (
+            np.asarray(rgb, np.float32) for rgb in (RGB[now.colour], BACKGROUND_RGB[now.background])
+        )
         out[low - start : high - start] = back + alpha * (fore - back)
     return (out + 0.5).astype(np.uint8)
 
