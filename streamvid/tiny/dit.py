@@ -1,5 +1,4 @@
 """The embedded causal transformer in training: diffusers' Wan blocks run over chunks, attention answered
-from typing import Any
 from outside.
 
 All per-token work treats tokens as [chunks, tokens of a chunk, dim], whatever sequence a chunk belongs to.
