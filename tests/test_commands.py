@@ -154,6 +154,14 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tiny_random_folder, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def _started(folder: Path) -> bool:
+    """Whether a half-written x.mp4 has bytes; the probe for a writable folder may vanish meanwhile."""
+    try:
+        return any(path.stat().st_size for path in folder.glob(".x.mp4.*.part"))
+    except FileNotFoundError:
+        return False
+
+
 def test_a_polite_kill_leaves_nothing(tiny_random_folder, tmp_path: Path) -> None:
     words = [
         "generate",
@@ -168,7 +176,7 @@ def test_a_polite_kill_leaves_nothing(tiny_random_folder, tmp_path: Path) -> Non
     ]
     process = subprocess.Popen([sys.executable, "-m", "streamvid.cli", *map(str, words)])
     try:
-        while not any(path.stat().st_size for path in tmp_path.glob(".x.mp4.*.part")):
+        while not _started(tmp_path):
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM

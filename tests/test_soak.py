@@ -50,7 +50,7 @@ def test_ten_thousand_frames(tiny_random_folder, tmp_path: Path) -> None:
         f"resident {rss[1] / 2**20:.1f} -> {rss[-1] / 2**20:.1f} MiB"
     )
     assert held[full] == held[-1], "bytes grew"
-    assert 0.97 <= ratio <= 1.03
+    assert ratio <= 1.03, "chunks became slower"
     assert rss[-1] - rss[1] < 8 * 2**20
     with VideoReader(tmp_path / "soak.mp4") as reader:
         assert reader.num_frames == FRAMES

@@ -29,7 +29,7 @@ from streamvid.tiny.world import coverage as draw
 COLOUR_ERROR = 40.0  # largest channel difference (0..255) that is still the same object colour
 BACKGROUND_ERROR = 16.0
 FIT = 0.7  # overlap (intersection over union) with the ideal shape; blur and damage push it down
-SOFT = 5.0  # softness of the edge, relative to the ideal drawing, from which a shape counts as blurred
+SOFT = 5.0  # softness of the edge (1: as drawn, 3.4: blurred by a pixel) from which a shape counts as blurred
 HOLDS = 0.8  # part of the frames in which a property must be right
 SIZE_EDGE = float(np.sqrt(RADII["big"] * RADII["small"]))
 SHAPES = tuple(FOLDS)
@@ -47,7 +47,7 @@ class Observation:
     place: np.ndarray  # [n, 2] x, y in pixels from the middle
     shape: np.ndarray  # [n]
     fit: np.ndarray  # [n] overlap with the best shape
-    soft: np.ndarray  # [n] how much softer the edge is than that of the ideal shape; 1 is as sharp
+    soft: np.ndarray  # [n] softness of the edge, for its length; 1 is as sharp as the renderer draws
     radius: np.ndarray  # [n] nominal radius of the best shape
     area: np.ndarray  # [n]
     turns: np.ndarray  # [n, 3] phase of the 3-, 4- and 5-fold moment, radians
@@ -136,14 +136,15 @@ def _shape(cover: np.ndarray) -> tuple[int, float, float, float, float, float, l
     x, y = moments["m10"] / total + 0.5 - SIDE / 2, moments["m01"] / total + 0.5 - SIDE / 2
     turns = [float(np.angle(_moment(cover, x, y, fold))) for fold in (3, 4, 5)]
     best = (0, 0.0, 99.0, 0.0)
-    haze = float((cover * (1 - cover)).sum())
+    haze = 6 * float((cover * (1 - cover)).sum())  # an anti-aliased edge has 1/6 on each pixel of its length
     for index, (shape, fold) in enumerate(FOLDS.items()):
         radius = float(np.sqrt(total / areas[shape]))
         angle = (turns[fold - 3] - phases[shape]) / fold if fold else 0.0
         ideal = draw(shape, np.array([[x, y, radius, angle]]))[0]
         overlap = float(np.minimum(ideal, cover).sum() / max(np.maximum(ideal, cover).sum(), 1e-6))
         if overlap > best[1]:
-            best = (index, overlap, haze / max(float((ideal * (1 - ideal)).sum()), 1e-6), radius)
+            edge = float(np.hypot(*np.gradient(ideal)).sum())
+            best = (index, overlap, haze / max(edge, 1e-6), radius)
     return (*best, x, y, turns)
 
 

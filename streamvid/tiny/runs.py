@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from streamvid.tiny.optim import fast_bf16
+
 
 def rank() -> int:
     """This process's number among the data-parallel ones; 0 if there is only one."""
@@ -27,6 +29,11 @@ def world_size() -> int:
 def data_seed(seed: int) -> int:
     """A seed for this process's share of the data."""
     return seed + 7_919 * rank()
+
+
+def mixed_precision(device: str) -> torch.autocast:
+    """bf16 autocast where the device multiplies bf16 in hardware, elsewhere an autocast that does nothing."""
+    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=fast_bf16(device))
 
 
 def average_gradients(params: Iterable[torch.nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 from streamvid.tiny.data import Batch, Pool, make_batch
 from streamvid.tiny.dit import TeacherForcing, adam_parameters, make_transformer, rotation, run, text_keys
 from streamvid.tiny.optim import MuonAdam, rate
-from streamvid.tiny.runs import Run, average_gradients, data_seed
+from streamvid.tiny.runs import Run, average_gradients, data_seed, mixed_precision
 from streamvid.tiny.text import embed
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ def train_dit(
         alone, budget = next((a, b) for end, a, b in plan if run_.progress <= end)
         batch = make_batch(data, data_seed(seed), run_.step, alone=alone, budget=budget)
         generator = torch.Generator().manual_seed((data_seed(seed) + 1) * 1_000_003 + run_.step)
-        parts = flow_loss(model, batch, embed(encoder, tokenizer, batch.captions), generator)
+        text = embed(encoder, tokenizer, batch.captions)
+        with mixed_precision(device):
+            parts = flow_loss(model, batch, text, generator)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
         average_gradients(model.parameters())

@@ -19,7 +19,7 @@ from streamvid.tiny.data import Batch, Pool, make_batch
 from streamvid.tiny.dit import adam_parameters, run, text_keys
 from streamvid.tiny.optim import MuonAdam, rate
 from streamvid.tiny.rollout import sigmas_for
-from streamvid.tiny.runs import Run, average_gradients, data_seed
+from streamvid.tiny.runs import Run, average_gradients, data_seed, mixed_precision
 from streamvid.tiny.text import embed
 from streamvid.tiny.train_dit import attention_of, flow_loss, update_ema
 
@@ -94,8 +94,9 @@ def train_few(
         batch = make_batch(pool, share, run_.step, alone=alone, budget=budget)
         text = embed(encoder, tokenizer, batch.captions)
         generator = torch.Generator().manual_seed(share * 1_000_003 + run_.step)
-        context = own_context(ema, batch, text, generator) if run_.step % 2 else None
-        parts = flow_loss(model, batch, text, generator, grid=grid, context=context)
+        with mixed_precision(device):
+            context = own_context(ema, batch, text, generator) if run_.step % 2 else None
+            parts = flow_loss(model, batch, text, generator, grid=grid, context=context)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
         average_gradients(model.parameters())

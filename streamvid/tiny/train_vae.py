@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 from streamvid.tiny.codec import decode_raw, encode_parameters, make_vae
 from streamvid.tiny.data import to_model
 from streamvid.tiny.optim import MuonAdam, rate
-from streamvid.tiny.runs import Run, average_gradients, data_seed, rank, sheet
+from streamvid.tiny.runs import Run, average_gradients, data_seed, mixed_precision, rank, sheet
 from streamvid.tiny.world import render, sample_scene
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ def train_vae(
         share = data_seed(seed)
         noise = torch.Generator().manual_seed(share * 1_000_003 + run.step)
         progress = 1.0 if init else run.progress
-        parts = vae_loss(vae, clip_batch(share, run.step, progress).to(device), noise)
+        with mixed_precision(device):
+            parts = vae_loss(vae, clip_batch(share, run.step, progress).to(device), noise)
         optimizer.zero_grad(set_to_none=True)
         parts["loss"].backward()
         average_gradients(vae.parameters())
