@@ -38,7 +38,7 @@ export class Screen {
 export class Stage {
   // callbacks: shown(epoch, lane, frames) tells the server; drew(frame) is called for each frame of the first screen.
   constructor(box, callbacks) {
-    Object.assign(this, { box, callbacks, screens: [], epoch: 0, playing: false, pace: "native", look: "crisp" });
+    Object.assign(this, { box, callbacks, screens: [], epoch: 0, playing: false, pace: "native", look: "smooth" });
     this.madeRate = 0;
     this.fps = 16;
     this.allowed = 0; // frames to show while paused
