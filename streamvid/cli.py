@@ -47,6 +47,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "bench_gpu_forward",
         "Whole forward of the 1.3B geometry with random weights, on a GPU.",
     ),
+    "train-tiny": ("train_tiny", "Train the embedded model from nothing; goes on after a kill."),
+    "eval tiny": ("eval_tiny", "Judge the embedded model on held-out prompts, beside its ceilings."),
     "compare": (
         "compare",
         "Settings side by side on the same prompts and noise: rows, tables, one report page.",
@@ -60,7 +62,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 GROUPS: dict[str, str] = {
     "bench": "Measure; every figure prints the card of what was inside the clock.",
-    "eval": "Judge quality: drift, fidelity, the embedded model's own measure.",
+    "eval": "Judge quality: the embedded model's own measure.",
     "kernels": "Kernels: which are usable, and ahead-of-time compile checks.",
 }
 """One line of help for each group that ``COMMANDS`` uses."""

@@ -1,11 +1,15 @@
 """The training code of the tiny model: its fast paths equal the library's, its stages learn, stop and go
 on."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+import streamvid
+from streamvid.cli import main
 from streamvid.tiny import rollout
 from streamvid.tiny.captions import sample_attributes
 from streamvid.tiny.codec import decode_raw, encode_parameters, make_vae
@@ -155,3 +159,14 @@ def test_transformer_stages_run_and_resume(tmp_path, text, pool):
     few = train_few(tmp_path / "few", 0.03, pool, *text, ema, alone=2, budget=4)
     latents = rollout.generate(few, embed(*text, ["a ring", "a star"]), 2)
     assert latents.shape == (2, 6, 48, 4, 4) and latents.isfinite().all()
+
+
+def test_the_whole_recipe_from_nothing_ends_with_a_loadable_model(tmp_path, capsys):
+    assert main(["train-tiny", "--minutes", "1", "-o", str(tmp_path / "run"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for stage in ("vae", "dit"):
+        early, late = report["losses"][stage]
+        assert late < early, stage
+    clip = streamvid.load(report["path"])("a big red ball on a navy background", num_frames=13)
+    assert clip.frames.shape == (1, 13, 64, 64, 3)
+    assert main(["train-tiny", "--minutes", "0.8", "-o", str(tmp_path / "run"), "--no-resume"]) == 2

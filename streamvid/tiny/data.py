@@ -21,6 +21,8 @@ SHARD = 64  # clips; each shard also holds FIRSTS first chunks
 FIRSTS = 320
 ANYWHERE = 0.75  # part of the clips that begin at a random place of the path: later chunks of a long stream
 MAX_GAP = 240  # latent frames between the sink and the rest
+PULSING = 0.15  # part of the scenes made to pulse: what grows and shrinks is learned last
+AT_CHANGE = 0.5  # part of the windows of a clip with a change of prompt that hold the change
 
 
 def first_frame(chunk: int) -> int:
@@ -51,6 +53,12 @@ def to_model(clips: np.ndarray) -> torch.Tensor:
 
 
 @torch.no_grad()
+def _attributes(rng: np.random.Generator) -> Attributes:
+    """Attributes to train on: a uniform draw, with more that pulse."""
+    drawn = sample_attributes(rng)
+    return drawn.changed(motion="pulsing") if rng.random() < PULSING else drawn
+
+
 def encode_shard(vae: AutoencoderKLWan, seed: int, shard: int) -> dict:
     """Clips and first chunks number `shard`, encoded: tensors in fp16 and plain lists."""
     rng = np.random.default_rng([seed, 7, shard])
@@ -60,13 +68,13 @@ def encode_shard(vae: AutoencoderKLWan, seed: int, shard: int) -> dict:
         switch = int(rng.integers(1, CLIP_CHUNKS)) if rng.random() < 0.45 else CLIP_CHUNKS
         frames = (first_frame(switch),) if switch < CLIP_CHUNKS else ()
         anywhere = rng.random() < ANYWHERE
-        scene = scene_of(sample_attributes(rng), rng, switch_frames=frames, anywhere=anywhere)
+        scene = scene_of(_attributes(rng), rng, switch_frames=frames, anywhere=anywhere)
         before.append(scene.segments[0][1])
         after.append(scene.segments[-1][1])
         switches.append(switch)
         latents.append(encode(vae, to_model(render(scene, CLIP_FRAMES)[None]).to(device))[0].cpu())
     for _ in range(FIRSTS // 16):
-        scenes = [scene_of(sample_attributes(rng), rng) for _ in range(16)]
+        scenes = [scene_of(_attributes(rng), rng) for _ in range(16)]
         first_scenes += [scene.segments[0][1] for scene in scenes]
         video = to_model(np.stack([render(scene, first_frame(1)) for scene in scenes]))
         first_latents.append(encode(vae, video.to(device)).cpu())
@@ -155,8 +163,11 @@ class _Window:
     hides_sink: bool
 
 
-def _draw_window(rng: np.random.Generator, opening: bool, clean: int) -> _Window:
+def _draw_window(rng: np.random.Generator, opening: bool, clean: int, switch: int) -> _Window:
     """The opening of a clip, or its first chunk (the sink) and then neighbours from a random place.
+
+    In half of the clips whose prompt changes (at chunk `switch`) that place is one from which the window
+    sees the change.
 
     A noisy chunk always follows the newest chunk it sees: after the sink and a gap the first neighbour is
     context only, since nothing tells how far its motion has come. The sink is hidden in 30 % of these
@@ -167,6 +178,8 @@ def _draw_window(rng: np.random.Generator, opening: bool, clean: int) -> _Window
         chunks = list(range(clean + 1))
         return _Window(chunks[:-1], chunks[1:], places[:-1], places[1:], False)
     start = int(rng.integers(2, CLIP_CHUNKS - clean + 1))
+    if 2 < switch < CLIP_CHUNKS and rng.random() < AT_CHANGE:
+        start = int(np.clip(switch - rng.integers(1, clean), 2, CLIP_CHUNKS - clean))
     gap = CHUNK + (int(round(MAX_GAP ** rng.random())) if rng.random() < 0.5 else 0)
     chunks = list(range(start, start + clean))
     places = [gap + CHUNK * i for i in range(clean)]
@@ -194,7 +207,7 @@ def make_batch(pool: Pool, seed: int, step: int, *, alone: int, budget: int) -> 
     noisy_sees = torch.ones(noisy, clean).tril(clean - noisy).bool().repeat(windows, copies, 1)
     for w in range(windows):
         clip = int(rng.integers(len(pool.clips)))
-        window = _draw_window(rng, opening, clean)
+        window = _draw_window(rng, opening, clean, pool.switch[clip])
         if window.hides_sink:
             clean_sees[w, 1:, 0] = False
             noisy_sees[w, :, 0] = False

@@ -6,8 +6,9 @@ excepted).
 """
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +21,13 @@ from streamvid.tiny.judge import Verdict, judge, largest_jump, observe
 from streamvid.tiny.world import change, render, scene_of
 
 HELD_OUT = 20_000_003  # seed of prompts and scenes that training never sees
-CLIP_FRAMES, LONG_FRAMES = 81, 240
+CLIP_FRAMES, LONG_FRAMES, VERY_LONG_FRAMES = 81, 240, 1000
 SWITCH_FRAME, SWITCH_WITHIN, SWITCH_SHOWN = 60, 24, 64
 JUMP = 4.0  # pixels between two frames from which a change of colour alone counts as a jump
+NO_SINK = "window:size=18,sink=0,positions=slot"  # the shipped window without its sink
+BEST_FOR_LONG = "window:size=18,sink=3,positions=slot"  # of docs/policies.md, at 1,000 frames
+Item = TypeVar("Item")
+Progress = Callable[[str, int, int], None]
 KEYS = ("right", "colour", "background", "shape", "motion", "size", "identity")
 
 
@@ -120,52 +125,92 @@ def switch_clip(
     return judge(frames[tail], after, seen=seen.part(tail)).right, largest_jump(around)
 
 
+def _told(items: Iterable[Item], name: str, progress: Progress | None) -> Iterator[Item]:
+    """The items, telling `progress` after each: (name of the part, done, of how many)."""
+    items = list(items)
+    for done, item in enumerate(items, 1):
+        yield item
+        if progress:
+            progress(name, done, len(items))
+
+
+def first_frame_seconds(pipe: Any) -> float:
+    """Seconds from asking a loaded pipeline for a stream to its first frame."""
+    began = time.perf_counter()
+    with pipe.stream(caption(held_out_prompts(1)[0]), num_frames=1, seed=9) as stream:
+        next(iter(stream))
+    return time.perf_counter() - began
+
+
 def evaluate(
     pipe: Any,
     *,
     prompts: int = 100,
     seeds: int = 3,
     long_clips: int = 40,
-    switches: int = 40,
+    very_long_clips: int = 20,
+    switches: int = 100,
     with_ceilings: bool = True,
+    progress: Progress | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """All the numbers of the embedded model, measured on `pipe` (from `streamvid.load`).
 
-    Keys: `accuracy colour background shape motion size` over `prompts * seeds` clips of 81 frames,
-    `identity_240` over `long_clips` (prompt and seed differ in each), `switch` over `switches` random
-    changes, `colour_switch_jumps` (part of changes of the colour alone in which the object jumps), `fps`
-    of the first part, `ceilings`. `options` are stream options, such as `memory` or `codec`.
+    Keys: `accuracy colour background shape motion size` over `prompts * seeds` clips of 81 frames and
+    `fps` (generation alone, text to uint8) of those; `identity_240 accuracy_240` over `long_clips` of 240
+    frames with the stream's own memory, `identity_240_no_sink accuracy_240_no_sink` over the same with a
+    window without a sink; `identity_1000` over `very_long_clips`; `switch` over `switches` random
+    changes, `colour_switch_jumps` (part of changes of the colour alone in which the object jumps);
+    `first_frame_seconds` of a loaded model; `gate` and `ceilings` of the VAE and of clean renders.
+    `options` are stream options, such as `memory` or `codec`; `progress(part, done, total)` is called after
+    each clip.
     """
-    wanted = held_out_prompts(max(prompts, long_clips, switches))
+    wanted = held_out_prompts(max(prompts, long_clips, very_long_clips, switches))
+    first = first_frame_seconds(pipe)
     verdicts, seconds = [], 0.0
-    for seed in range(seeds):
-        for attributes in wanted[:prompts]:
-            began = time.perf_counter()
-            frames = stream_clip(pipe, attributes, CLIP_FRAMES, seed, **options)
-            seconds += time.perf_counter() - began
-            verdicts.append(judge(frames, attributes))
+    pairs = [(seed, attributes) for seed in range(seeds) for attributes in wanted[:prompts]]
+    for seed, attributes in _told(pairs, f"{CLIP_FRAMES} frames", progress):
+        began = time.perf_counter()
+        frames = stream_clip(pipe, attributes, CLIP_FRAMES, seed, **options)
+        seconds += time.perf_counter() - began
+        verdicts.append(judge(frames, attributes))
     result: dict[str, Any] = rates(verdicts)
     result.pop("identity")
     result["fps"] = len(verdicts) * CLIP_FRAMES / seconds
-    long = [
-        judge(stream_clip(pipe, attributes, LONG_FRAMES, 100 + index, **options), attributes)
-        for index, attributes in enumerate(wanted[:long_clips])
-    ]
-    if long:
-        result["identity_240"] = float(np.mean([v.identity for v in long]))
-        result["accuracy_240"] = float(np.mean([v.right for v in long]))
+    result["first_frame_seconds"] = first
+    long = {
+        "240": (LONG_FRAMES, long_clips, {}),
+        "240_no_sink": (LONG_FRAMES, long_clips, {"memory": NO_SINK}),
+        "1000": (VERY_LONG_FRAMES, very_long_clips, {"memory": BEST_FOR_LONG}),
+    }
+    for name, (num_frames, clips, memory) in long.items():
+        seen = [
+            judge(stream_clip(pipe, attributes, num_frames, 100 + index, **{**memory, **options}), attributes)
+            for index, attributes in _told(enumerate(wanted[:clips]), f"{num_frames} frames", progress)
+        ]
+        if seen:
+            result[f"identity_{name}"] = float(np.mean([v.identity for v in seen]))
+            result[f"accuracy_{name}"] = float(np.mean([v.right for v in seen]))
     if switches:
-        result.update(_switches(pipe, wanted[:switches], **options))
+        result.update(_switches(pipe, wanted[:switches], progress, **options))
     if with_ceilings:
+        result["gate"] = asdict(vae_gate(pipe.vae))
         result["ceilings"] = ceilings(pipe.vae, prompts)
-    result["counts"] = {"prompts": prompts, "seeds": seeds, "long_clips": long_clips, "switches": switches}
+    result["counts"] = {
+        "prompts": prompts,
+        "seeds": seeds,
+        "long_clips": long_clips,
+        "very_long_clips": very_long_clips,
+        "switches": switches,
+    }
     return result
 
 
-def _switches(pipe: Any, wanted: list[Attributes], **options: Any) -> dict[str, float]:
+def _switches(
+    pipe: Any, wanted: list[Attributes], progress: Progress | None, **options: Any
+) -> dict[str, float]:
     holds, jumps = [], []
-    for index, before in enumerate(wanted):
+    for index, before in _told(enumerate(wanted), "prompt changes", progress):
         rng = np.random.default_rng([HELD_OUT, 3, index])
         after = change(before, rng)
         held, _ = switch_clip(pipe, before, after, 200 + index, **options)

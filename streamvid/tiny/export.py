@@ -55,7 +55,7 @@ def export(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         new = Path(temporary) / "model"
         for part, name in ((transformer, "transformer"), (vae, "vae"), (encoder, "text_encoder")):
-            copy.deepcopy(part).to(dtype).save_pretrained(new / name)
+            torch.nn.Module.to(copy.deepcopy(part), dtype).save_pretrained(new / name)
         tokenizer.save_pretrained(new / "tokenizer")
         _tidy(new)
         FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(new / "scheduler")

@@ -66,6 +66,11 @@ class Run:
         """Seconds of training so far."""
         return self._before + time.monotonic() - self._began
 
+    @property
+    def reports(self) -> bool:
+        """Whether this step is one of those that are logged: often at first, then every twentieth."""
+        return self.step % 20 == 0 or (self.step <= 40 and self.step % 4 == 0)
+
     def running(self) -> bool:
         """Whether there is time for another step; sets `progress`, the used part of the budget (0 to 1)."""
         clock = torch.tensor([self.spent, float(time.monotonic() - self._saved >= self.save_every)])

@@ -5,6 +5,7 @@ Started by `torchrun`, the stages train data-parallel (gloo on CPU, nccl on CUDA
 process: two threads on two cores are slower than two processes.
 """
 
+import csv
 import logging
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan
 
+from streamvid.errors import StreamvidError
 from streamvid.tiny.data import load_pool
 from streamvid.tiny.export import export
 from streamvid.tiny.runs import rank
@@ -39,12 +41,12 @@ def main(
     folder.
 
     A run that was killed goes on where it was if it is started again with the same `out`; `resume=False`
-    starts anew and needs an empty folder. `init_vae` is a VAE folder to start from. Raises FileExistsError
+    starts anew and needs an empty folder. `init_vae` is a VAE folder to start from. Raises StreamvidError
     in the second case if the folder holds a run.
     """
     out = Path(out)
     if not resume and (out / "vae").exists():
-        raise FileExistsError(f"{out} holds a run already; continue it or name another folder")
+        raise StreamvidError(f"{out} holds a run already; continue it (--resume) or name another folder")
     if device == "cpu":
         torch.set_num_threads(1)
     started = _join_group(device)
@@ -60,6 +62,19 @@ def main(
     if started:
         dist.destroy_process_group()
     return out / "model"
+
+
+def last_losses(out: Path) -> dict[str, tuple[float, float]]:
+    """For every stage that has a log, its loss at the start and at the end: means of up to three lines of the log."""
+    found = {}
+    for stage in ("vae", "dit", "few"):
+        path = Path(out) / stage / "log.csv"
+        if path.exists():
+            with path.open(newline="") as file:
+                losses = [float(row["loss"]) for row in csv.DictReader(file)]
+            n = max(1, min(3, len(losses) // 2))
+            found[stage] = (sum(losses[:n]) / n, sum(losses[-n:]) / n)
+    return found
 
 
 def _join_group(device: str) -> bool:

@@ -147,7 +147,7 @@ def train_dit(
         run_.step += 1
         for name, value in (*parts.items(), ("norm", norm)):
             means[name] = means.get(name, value.detach()).lerp(value.detach(), 0.04)
-        if run_.step % 20 == 0:
+        if run_.reports:
             run_.log(**means)
         if run_.due:
             run_.save(_state(model, ema, optimizer))

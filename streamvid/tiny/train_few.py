@@ -104,7 +104,7 @@ def train_few(
         optimizer.step()
         update_ema(ema, model, 0.995)
         run_.step += 1
-        if run_.step % 20 == 0:
+        if run_.reports:
             run_.log(**{k: v.detach() for k, v in parts.items()})
         if run_.due:
             run_.save(_state(model, ema, optimizer))

@@ -95,7 +95,7 @@ def train_vae(
         run.step += 1
         mse = parts["mse"].detach()
         mean_mse = mse if mean_mse is None else mean_mse.lerp(mse, 0.05)
-        if run.step % 20 == 0:
+        if run.reports:
             psnr = -10 * torch.log10(mean_mse / 4)
             run.log(psnr=psnr, **{k: v.detach() for k, v in parts.items()})
         if run.due:
