@@ -68,6 +68,7 @@ def run_study(
     if workers < 1:
         raise StreamvidError(f"workers must be at least 1, got {workers}")
     store = Store(folder)
+    store.tidy()
     cells = {study.key(cell): cell for cell in study.cells()}
     rows = {row["key"]: row for row in store.rows()}
     todo = [key for key in cells if not _is_made(rows.get(key), store, retry_failed)]
@@ -143,11 +144,13 @@ def _failed_row(study: Study, key: str, cell: Cell, error: str) -> Row:
 
 def make_runner(renderer: str, study: Study, folder: Path, workers: int) -> Callable[..., Row]:
     """The function that a worker process runs: (key, cell, key of its reference) -> row."""
+    import cv2
     import torch
 
     if workers > 1:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cpus // workers))
+        cv2.setNumThreads(max(1, cpus // workers))
     module, _, name = renderer.partition(":")
     render = getattr(import_module(module), name)()
     store = Store(folder)

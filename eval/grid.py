@@ -16,6 +16,7 @@ from typing import Any
 
 from streamvid.errors import StreamvidError
 from streamvid.eval.metrics import GROUPS
+from streamvid.eval.models import files_mark
 from streamvid.memory.spec import nearest
 
 if sys.version_info >= (3, 11):
@@ -74,6 +75,17 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Final:
+    """A second, longer run of the variants that came out best."""
+
+    best: int = 5
+    """How many."""
+    num_frames: int = 1001
+    prompts: int | None = None
+    """The first so many prompts of the study; None takes all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """A comparison as read from its file."""
 
@@ -97,6 +109,10 @@ class Study:
     """Names of published orderings to check, see `streamvid.eval.orderings`."""
     axis_x: str = "kv_bytes"
     """Cost shown first in the Pareto plot."""
+    ranked: bool = False
+    """Tables list the best variant first; otherwise the order is the study's."""
+    final: Final | None = None
+    """Made after the study, from its outcome; see `streamvid.eval.finals`."""
 
     def reference_of(self, variant: Variant) -> Variant | None:
         """The variant against which fidelity is taken, or None."""
@@ -136,6 +152,8 @@ class Study:
         }
         if cell.probe:
             content["probe"] = True
+        if mark := files_mark(cell.variant.model):
+            content["model_files"] = mark  # other weights under the same name are another clip
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -169,9 +187,10 @@ _PLAIN = {
     "judge": bool,
     "attention_mass": bool,
     "axis_x": str,
+    "ranked": bool,
 }
 _LISTS = {"prompts": str, "seeds": int, "metrics": str, "orderings": str}
-_TABLES = ("grid", "reference", "variant")
+_TABLES = ("grid", "reference", "variant", "final")
 
 
 def _check_keys(values: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:
@@ -197,9 +216,19 @@ def parse_study(values: dict[str, Any], where: str = "study", folder: Path = Pat
     reference = values.get("reference", {})
     _check_keys(reference, AXES, f"{where}: [reference]")
     settings["reference"] = {axis: str(value) for axis, value in reference.items()}
+    if "final" in values:
+        settings["final"] = _final(values["final"], f"{where}: [final]")
     study = Study(**settings)
     _check_study(study, where)
     return study
+
+
+def _final(values: dict[str, Any], where: str) -> Final:
+    _check_keys(values, tuple(f.name for f in dataclasses.fields(Final)), where)
+    for key, value in values.items():
+        if _typed(value, int, f"{where}: {key}") < 1:
+            raise StreamvidError(f"{where}: {key} must be at least 1, got {value}")
+    return Final(**values)
 
 
 def _prompts(values: dict[str, Any], prompts: tuple[str, ...], where: str, folder: Path) -> tuple[str, ...]:
@@ -215,16 +244,15 @@ def _prompts(values: dict[str, Any], prompts: tuple[str, ...], where: str, folde
 
 
 def tiny_prompts(count: int) -> tuple[str, ...]:
-    """Captions of the embedded model's world, evenly mixed and always the same."""
-    import numpy as np
+    """The first captions of the embedded model's held-out list, without repeats."""
+    from streamvid.tiny.captions import caption
+    from streamvid.tiny.evaluate import held_out_prompts
 
-    from streamvid.tiny.captions import caption, sample_attributes
-
-    rng = np.random.default_rng(20_260_101)
-    found: dict[str, None] = {}
+    drawn, found = count, ()
     while len(found) < count:
-        found[caption(sample_attributes(rng))] = None
-    return tuple(found)
+        found = tuple(dict.fromkeys(caption(attributes) for attributes in held_out_prompts(drawn)))
+        drawn += count
+    return found[:count]
 
 
 def _variants(values: dict[str, Any], where: str) -> tuple[Variant, ...]:
@@ -282,7 +310,8 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 
 def quick(study: Study) -> Study:
-    """A small one of the same shape: two prompts, one seed, 33 frames, at most four variants."""
+    """A small one of the same shape: two prompts, one seed, 33 frames, at most four variants, two in the final."""
+    final = study.final and Final(best=2, num_frames=min(study.final.num_frames, 65))
     return dataclasses.replace(
         study,
         title=f"{study.title} (quick)",
@@ -291,4 +320,5 @@ def quick(study: Study) -> Study:
         seeds=study.seeds[:1],
         num_frames=min(study.num_frames, 33),
         segment_frames=12,
+        final=final,
     )

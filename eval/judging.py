@@ -19,7 +19,7 @@ def judge_clip(frames: np.ndarray, prompt: str, segment_frames: int) -> tuple[di
 
     `judge` is the mean of the parts of frames whose colour, shape and background are right and, in clips and
     segments of at least `MOTION_FRAMES`, of whether the motion is (0 or 1); `judge_right` is 1 when all hold.
-    `judge_last` is `judge` of the last segment.
+    `judge_last` is `judge` of the last segment, `judge_drift` that less the first segment's.
 
     Args:
         frames: uint8 `[n, H, W, 3]`.
@@ -47,7 +47,8 @@ def judge_clip(frames: np.ndarray, prompt: str, segment_frames: int) -> tuple[di
         "judge_background": verdict.background_frames,
         "background_error": verdict.background_error,
     }
-    values["judge_last"] = curves["judge"][-1]  # type: ignore[assignment]
+    first, last = curves["judge"][0], curves["judge"][-1]
+    values["judge_last"], values["judge_drift"] = last, last - first  # type: ignore[assignment, operator]
     if len(frames) >= MOTION_FRAMES:
         values["judge_motion"] = float(verdict.motion)
     if len(frames) >= IDENTITY_FRAMES:

@@ -69,6 +69,9 @@ METRICS: dict[str, Metric] = {
     "white_balance_drift": Metric("drift", "lower", "", "shift of ln R/G and ln B/G"),
     "judge": Metric("judge", "higher", "", "colour, shape, background and motion as the prompt says, mean"),
     "judge_last": Metric("judge", "higher", "", "the same in the last segment"),
+    "judge_drift": Metric(
+        "judge", "neither", "", "judge of the last segment less that of the first; 0 is best"
+    ),
     "judge_right": Metric("judge", "higher", "", "1 when all four hold over the clip"),
     "judge_colour": Metric("judge", "higher", "", "part of the frames with the right object colour"),
     "judge_shape": Metric("judge", "higher", "", "part of the frames with the right shape"),

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamvid.eval.grid import DEFAULT, Cell
+from streamvid.eval.models import load_pipe
 
+PROFILE_PROMPTS = (
+    "a big red ball sliding from side to side on a grey background",
+    "a small blue star spinning on a black background",
+)
 PROBED = 24
 """Chunks whose attention is looked at."""
+HEADS = "{heads}"
+"""Stands in a memory's text for a head profile of the model at hand, as in ``dummy_forcing:profile={heads}``."""
 WARM_UP = 3
 """First chunks whose time is left out of medians: the memory is still filling."""
 
@@ -47,27 +57,42 @@ class StreamRenderer:
 
     def __init__(self) -> None:
         self._pipes: dict[tuple[str, str], Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="streamvid-")
 
     def pipe(self, model: str, attention: str) -> Any:
         """The pipeline of a model, loaded on first use; another model pushes it out, so that memory is bounded."""
         place = model, attention
         if place not in self._pipes:
-            import streamvid
-
             self._pipes.clear()
             options = {} if attention == DEFAULT else {"attention": attention}
-            self._pipes[place] = streamvid.load(model, **options)
+            self._pipes[place] = load_pipe(model, **options)
         return self._pipes[place]
 
     def __call__(self, cell: Cell) -> Rendered:
         variant = cell.variant
         pipe = self.pipe(variant.model, variant.attention)
-        with pipe.stream(cell.prompt, **stream_options(cell)) as stream:
+        options = stream_options(cell)
+        profiled = HEADS in str(options.get("memory"))
+        if profiled:
+            options["memory"] = options["memory"].replace(HEADS, str(self.head_profile(pipe)))
+        with pipe.stream(cell.prompt, **options) as stream:
             rendered = watch_stream(stream)
         if cell.probe:
-            with pipe.stream(cell.prompt, **stream_options(cell)) as stream:
+            with pipe.stream(cell.prompt, **options) as stream:
                 rendered.attention_mass = attention_mass(stream)
+        if profiled:  # where this process keeps the file says nothing about the clip
+            text = json.dumps(rendered.settings, default=str)
+            rendered.settings = json.loads(text.replace(str(self.head_profile(pipe)), HEADS))
         return rendered
+
+    def head_profile(self, pipe: Any) -> Path:
+        """The head profile of a model, made once a process, from prompts that no study measures."""
+        path = Path(self._folder.name) / f"{pipe.components.fingerprint}.json"
+        if not path.exists():
+            from streamvid.head_profiler import profile_heads
+
+            profile_heads(pipe, PROFILE_PROMPTS).save(path)
+        return path
 
 
 def stream_options(cell: Cell) -> dict[str, Any]:

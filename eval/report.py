@@ -28,16 +28,9 @@ QUALITY = ("judge", "judge_last", "psnr", "ssim", "sharpness")
 """Figures that may lead the page, the first that is there does."""
 COSTS = ("kv_bytes", "chunk_ms", "kv_peak_bytes", "compute_fraction")
 SUMMARY = (
-    *("judge", "judge_last", "judge_right", "psnr", "ssim", "sharpness", "colour_drift", "dynamic_degree"),
-    *(
-        "static_flicker",
-        "seam_change",
-        "compute_fraction",
-        "kv_bytes",
-        "kv_peak_bytes",
-        "chunk_ms",
-        "fps_steady",
-    ),
+    *("judge", "judge_right", "judge_last", "judge_drift", "psnr", "kv_bytes", "kv_peak_bytes", "chunk_ms"),
+    *("ssim", "compute_fraction", "sharpness", "colour_drift", "dynamic_degree", "static_flicker"),
+    *("seam_change", "denoise_ms", "fps_steady"),
 )
 Row = Mapping[str, Any]
 
@@ -91,9 +84,11 @@ def build_report(
     return _fill(study.title, data)
 
 
-def write_report(study: Study, rows: Sequence[Row], folder: Path, **options: Any) -> Path:
-    """Write `report.html` in `folder` (complete or not at all) and return its path. Options: `build_report`."""
-    path = folder / "report.html"
+def write_report(
+    study: Study, rows: Sequence[Row], folder: Path, *, name: str = "report.html", **options: Any
+) -> Path:
+    """Write the page in `folder` (complete or not at all) and return its path. Options: `build_report`."""
+    path = folder / name
     temporary = path.with_suffix(".tmp")
     temporary.write_text(build_report(study, rows, folder, **options), encoding="utf-8")
     os.replace(temporary, path)

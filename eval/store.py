@@ -66,6 +66,15 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
 
+    def tidy(self) -> None:
+        """Remove half-written clips of processes that are no more."""
+        from psutil import pid_exists
+
+        for part in self.clips.glob("*.part"):
+            pid = part.stem.rpartition(".")[2]
+            if not (pid.isdecimal() and pid_exists(int(pid))):
+                part.unlink(missing_ok=True)
+
     def clip_path(self, key: str) -> Path:
         """Where the lossless clip of a key is kept."""
         return self.clips / f"{key}.mkv"

@@ -6,6 +6,7 @@ Everything in `streamvid.eval` takes a clip as uint8 RGB `[n, H, W, 3]`. Knows n
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import islice
@@ -92,7 +93,9 @@ def _encode(target: Any, frames: np.ndarray, fps: float, container: str, **strea
 
 def write_lossless(path: Path, frames: np.ndarray, fps: float) -> None:
     """Keep a clip bit for bit (FFV1 in Matroska), atomically: fidelity must not measure a video codec."""
-    temporary = path.with_suffix(".part")
+    temporary = path.with_suffix(
+        f".{os.getpid()}.part"
+    )  # a killed run may still have a process at work on it
     try:
         _encode(str(temporary), as_frames(frames), fps, "matroska", codec="ffv1", pix_fmt="bgr0")
         temporary.replace(path)

@@ -55,9 +55,9 @@ MAIN_SPECS = ("none", "int8", "int4", "kivi:bits=4", "quarot", "nvfp4", "nsnquan
 """Those of `CODEC_SPECS` that are timed and planned by default; error is measured for all."""
 
 PROMPTS = (
-    "a big red ball moving right on a blue background",
+    "a big red ball sliding from side to side on a navy background",
     "a small green star bouncing on a black background",
-    "a big yellow square orbiting on a white background",
+    "a big yellow square orbiting on a plum background",
 )
 """Prompts of the embedded model."""
 

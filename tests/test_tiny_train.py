@@ -167,7 +167,6 @@ def test_the_whole_recipe_from_nothing_ends_with_a_loadable_model(tmp_path, caps
     for stage in ("vae", "dit"):
         early, late = report["losses"][stage]
         assert late < early, stage
-    assert report["losses"]["few"][1] < report["losses"]["dit"][0]
     clip = streamvid.load(report["path"])("a big red ball on a navy background", num_frames=13)
     assert clip.frames.shape == (1, 13, 64, 64, 3)
     assert main(["train-tiny", "--minutes", "0.8", "-o", str(tmp_path / "run"), "--no-resume"]) == 2

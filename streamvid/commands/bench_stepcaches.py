@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         prompt: Annotated[
             str, typer.Option(help="What to show.")
-        ] = "a red ball sliding from side to side on a blue background",
+        ] = "a big red ball sliding from side to side on a navy background",
         chunks: Annotated[int, typer.Option(help="Timed chunks a cache.", min=1)] = 8,
         fewer: Annotated[
             list[int] | None, typer.Option(help="Also the same model with so many steps; repeatable.")

@@ -11,8 +11,8 @@ import typer
 from streamvid.commands import common
 
 DEFAULT_PROMPTS = (
-    "a red ball sliding from side to side on a white background",
-    "a blue star spinning on a yellow background",
+    "a big red ball sliding from side to side on a grey background",
+    "a small blue star spinning on a black background",
 )
 
 

@@ -33,6 +33,9 @@ def register(app: typer.Typer) -> None:
         ),
         retry_failed: bool = typer.Option(False, help="Make cells again that failed."),
         clips: int = typer.Option(3, min=0, help="Prompts shown as clips in the report."),
+        docs: Path | None = typer.Option(
+            None, help="Markdown page whose section on this study is written anew, with a picture beside it."
+        ),
         as_json: bool = typer.Option(False, "--json", help="One JSON object with the table, for scripts."),
     ) -> None:
         """Compare settings on the same prompts, seeds and noise; a report and one row a clip.
@@ -41,17 +44,31 @@ def register(app: typer.Typer) -> None:
         """
         if find_spec("scipy") is None:
             raise StreamvidError("compare needs scipy; install it with: pip install 'streamvid[eval]'")
+        from streamvid.eval.document import write_document
+        from streamvid.eval.finals import final_study
         from streamvid.eval.importing import Source, import_folder
         from streamvid.eval.report import write_report
 
         study, name = _study(config, preset, quick)
         sources = [Source.parse(text) for text in imports]
+        if docs is not None and not docs.parent.is_dir():
+            raise StreamvidError(f"--docs {docs}: the folder {docs.parent} does not exist")
         folder = output or Path("runs") / name
         rows = _run(study, folder, workers, retry_failed, as_json)
+        parts = [(study, rows)]
+        longer = final_study(study, rows)
+        if longer is not None:
+            parts.append((longer, _run(longer, folder, workers, retry_failed, as_json)))
         for source in sources:
             rows += import_folder(study, source, folder)
-        page = write_report(study, rows, folder, clips=clips)
-        _tell(study, rows, page, as_json)
+        pages = [
+            write_report(one, made, folder, name=file, clips=clips)
+            for (one, made), file in zip(parts, ("report.html", "report-final.html"), strict=False)
+        ]
+        if docs is not None:
+            command = _command(config, preset, quick, workers, imports, docs)
+            write_document(docs, name, command, parts)
+        _tell(parts, pages, as_json)
 
 
 def _study(config: Path | None, preset: str | None, quick: bool) -> tuple[Study, str]:
@@ -63,6 +80,18 @@ def _study(config: Path | None, preset: str | None, quick: bool) -> tuple[Study,
     path = config if config is not None else grid.preset(preset or "")
     study = grid.load_study(path)
     return (grid.quick(study), f"{path.stem}-quick") if quick else (study, path.stem)
+
+
+def _command(
+    config: Path | None, preset: str | None, quick: bool, workers: int, imports: list[str], docs: Path
+) -> str:
+    words = ["streamvid compare", f"--preset {preset}" if preset else config.name if config else ""]
+    words += ["--quick"] if quick else []
+    words += [f"--workers {workers}"] if workers > 1 else []
+    words += [f"--import {text.partition('=')[0]}=FOLDER" for text in imports]
+    place = docs.resolve()
+    shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else Path(docs.name)
+    return " ".join([*words, f"--docs {shown.as_posix()}"])
 
 
 def _run(study: Study, folder: Path, workers: int, retry_failed: bool, silent: bool) -> list[Row]:
@@ -112,30 +141,36 @@ def _run(study: Study, folder: Path, workers: int, retry_failed: bool, silent: b
             raise typer.Exit(130) from None
 
 
-def _tell(study: Study, rows: list[Row], page: Path, as_json: bool) -> None:
-    from streamvid.eval.aggregate import table
+def _tell(parts: list[tuple[Study, list[Row]]], pages: list[Path], as_json: bool) -> None:
+    from streamvid.eval.document import ordered
     from streamvid.eval.orderings import check_orderings
     from streamvid.eval.report import SUMMARY
     from streamvid.eval.store import plain
 
-    entries = table(rows)
-    made = [row for row in rows if row["status"] == "done"]
-    orderings = check_orderings(made, study.orderings)
-    if as_json:
-        content = {
-            "title": study.title,
-            "report": str(page),
-            "variants": entries,
-            "orderings": [ordering.to_dict() for ordering in orderings],
-        }
-        typer.echo(json.dumps(plain(content), indent=1))
-    else:
+    contents = []
+    for (study, rows), page in zip(parts, pages, strict=True):
+        entries = ordered(study, rows)
+        made = [row for row in rows if row["status"] == "done"]
+        orderings = check_orderings(made, study.orderings)
+        contents.append(
+            {
+                "title": study.title,
+                "report": str(page),
+                "variants": entries,
+                "orderings": [ordering.to_dict() for ordering in orderings],
+            }
+        )
+        if as_json:
+            continue
         _print_table(entries, SUMMARY)
         for result in orderings:
             by = "" if result.difference is None else f", by {result.difference:.3g} on the mean"
             typer.echo(f"{result.verdict}: {result.claim} ({result.clause}{by}, {result.pairs} pairs)")
         typer.echo(f"report: {page}")
-    if not made:
+    if as_json:
+        content = contents[0] | ({"final": contents[1]} if len(contents) > 1 else {})
+        typer.echo(json.dumps(plain(content), indent=1))
+    if not any(row["status"] == "done" for row in parts[0][1]):
         raise typer.Exit(1)
 
 
@@ -144,11 +179,14 @@ def _print_table(entries: list[dict[str, Any]], summary: tuple[str, ...]) -> Non
     from rich.table import Table
 
     console = Console()
-    fitting = max(2, (console.width - 46) // 12)
+    fitting = max(2, (console.width - 70) // 12)
     names = [name for name in summary if any(name in entry["metrics"] for entry in entries)][:fitting]
-    table = Table("variant", "clips", "failed", *(name.replace("_", " ") for name in names))
+    judged = any(len(entry["segments"]) > 1 for entry in entries)
+    heads = ["by segment"] if judged else []
+    table = Table("variant", "clips", "failed", *heads, *(name.replace("_", " ") for name in names))
     for entry in entries:
         stats = [entry["metrics"].get(name) for name in names]
         values = ["-" if stat is None else f"{stat['mean']:.4g}" for stat in stats]
-        table.add_row(entry["label"], str(entry["clips"]), str(entry["failed"]), *values)
+        scores = [" ".join("-" if v is None else f"{v:.2f}" for v in entry["segments"])] if judged else []
+        table.add_row(entry["label"], str(entry["clips"]), str(entry["failed"]), *scores, *values)
     console.print(table)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +208,49 @@ def test_an_interrupt_loses_nothing_and_repeats_nothing(tmp_path, calls):
     rows = run(BASE | {"grid": {"memory": ["full"]}}, tmp_path / "r")
     assert len(rows) == 4 and len(calls()) == 5
     assert sorted(calls()).count("full/default/one/0") == 1
+
+
+KILLED = """
+import sys, json
+from pathlib import Path
+from streamvid.eval.compare import run_study
+from streamvid.eval.grid import parse_study
+
+if __name__ == "__main__":  # processes of the pool import this file again
+    values = json.loads(sys.argv[1])
+    run_study(parse_study(values), Path(sys.argv[2]), workers=int(sys.argv[3]), renderer="fake_renderer:FakeRenderer")
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_kill_loses_nothing_and_repeats_nothing_that_was_done(tmp_path, calls, workers):
+    values = BASE | {
+        "prompts": ["one", "three", "fifth"],
+        "grid": {"memory": ["slow"], "codec": ["none", "int8"]},
+    }
+    script, folder = tmp_path / "killed.py", tmp_path / "r"
+    script.write_text(KILLED)
+    words = [sys.executable, str(script), json.dumps(values), str(folder), str(workers)]
+    process = subprocess.Popen(words)
+    rows_file = folder / "rows.jsonl"
+    until = time.monotonic() + 120
+    while not rows_file.exists() or rows_file.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    before = Store(folder).rows()
+    assert 3 <= len(before) < 12
+    (folder / "clips" / "0123456789abcdef.999999999.part").write_bytes(b"half a clip")
+    rows = run(values, folder)
+    assert summary(rows) == {"rows": 12, "done": 12, "failed": 0}
+    assert Store(folder).rows()[: len(before)] == before
+    assert (
+        12 <= len(calls()) <= 12 + workers
+    )  # what was under way when the kill came is made again, nothing else
+    assert not (folder / "clips" / "0123456789abcdef.999999999.part").exists()
+    made = {row["key"] for row in before}
+    assert {row["when"] for row in rows if row["key"] in made} == {row["when"] for row in before}
 
 
 def test_a_lost_clip_is_made_again(tmp_path, calls):
