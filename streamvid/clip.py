@@ -17,7 +17,7 @@ from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.options import StreamOptions
 from streamvid.prompts import Receipt, Transition
-from streamvid.video_io import VideoWriter
+from streamvid.video_io import VideoWriter, check_enlarge
 
 if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
@@ -40,10 +40,13 @@ class ClipRequest:
     fps: float | None = None
     """None takes the model's own."""
     crf: int = 18
+    enlarge: int = 1
+    """Whole factor by which the pictures in the file are larger than the frames."""
 
     def __post_init__(self) -> None:
         options = StreamOptions.make(self.prompt, self.options | {"output_type": "uint8"})
         Transition.parse(self.transition)
+        check_enlarge(self.enlarge)
         for frame, _ in self.prompt_at:
             if options.num_frames is not None and frame >= options.num_frames:
                 raise StreamvidError(
@@ -61,7 +64,7 @@ class ClipRequest:
             "output_type",
             "ahead",
         }
-        own = {"prompt", "prompt_at", "transition", "fps", "crf"}
+        own = {"prompt", "prompt_at", "transition", "fps", "crf", "enlarge"}
         unknown = [name for name in values if name not in own | stream_names]
         if unknown:
             raise StreamvidError(f"unknown key {unknown[0]!r}{nearest(unknown[0], own | stream_names)}")
@@ -105,7 +108,7 @@ def write_clip(
         JSON-ready: ``path``, ``frames``, ``seconds``, ``bytes``, ``settings``, ``receipts``, ``stats``.
     """
     begun = time.perf_counter()
-    writer = VideoWriter(path, request.fps or pipe.config.fps, crf=request.crf)
+    writer = VideoWriter(path, request.fps or pipe.config.fps, crf=request.crf, enlarge=request.enlarge)
     with writer, pipe.stream(request.prompt, **request.options) as stream:
         receipts = [
             stream.set_prompt(text, request.transition, at_frame=frame) for frame, text in request.prompt_at

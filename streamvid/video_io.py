@@ -56,6 +56,12 @@ def to_uint8(frame: Any) -> np.ndarray:
     return np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
 
 
+def check_enlarge(factor: Any) -> None:
+    """Raises StreamvidError unless the factor is a whole number in 1..16."""
+    if not isinstance(factor, int) or not 1 <= factor <= 16:
+        raise StreamvidError(f"enlarge must be a whole number in 1..16, got {factor!r}")
+
+
 class VideoWriter:
     """Writes frames to MP4 (h264, yuv420p, BT.709 limited range), GIF or a PNG sequence, chosen by the suffix.
 
@@ -66,11 +72,14 @@ class VideoWriter:
         path: final name. An existing file is replaced when the new one is complete.
         fps: frames a second, in the container. A GIF counts in hundredths of a second.
         crf: H.264 quality, 0 lossless .. 51 worst.
+        enlarge: whole factor by which pictures are enlarged (bicubic) before they are written; 1..16.
 
     Use as a context manager: leaving it normally completes the file, leaving it by an exception removes it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fps: float = 16.0, *, crf: int = 18) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], fps: float = 16.0, *, crf: int = 18, enlarge: int = 1
+    ) -> None:
         self.path = Path(path)
         suffix = self.path.suffix.lower()
         if suffix not in SUFFIXES:
@@ -81,8 +90,10 @@ class VideoWriter:
             raise StreamvidError(f"fps must be over 0 and at most 1000, got {fps}")
         if not 0 <= crf <= 51:
             raise StreamvidError(f"crf must be in 0..51, got {crf}")
+        check_enlarge(enlarge)
         self.fps = fps
         self.num_frames = 0
+        self._enlarge = enlarge
         self._crf = crf
         self._size: tuple[int, int] | None = None
         self._sink: Sink | None = None
@@ -94,6 +105,11 @@ class VideoWriter:
         if self._closed:
             raise StreamvidError(f"{self.path}: the writer is closed")
         picture = to_uint8(frame)
+        if self._enlarge > 1:
+            import cv2
+
+            size = (picture.shape[1] * self._enlarge, picture.shape[0] * self._enlarge)
+            picture = cv2.resize(picture, size, interpolation=cv2.INTER_CUBIC)
         height, width = picture.shape[:2]
         if self._size is None:
             self._size = (height, width)

@@ -154,6 +154,17 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tiny_random_folder, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_pictures_are_enlarged_in_the_file_only(tiny_random_folder, tmp_path: Path, capsys) -> None:
+    line = ["generate", "a", "-m", tiny_random_folder, "-n", 5, *SMALL, "--json", "-o"]
+    assert run(*line, tmp_path / "a.png") == 0
+    assert run(*line, tmp_path / "b.png", "--enlarge", 3) == 0
+    small, large = (read_image(tmp_path / f"{name}-000004.png") for name in "ab")
+    assert large.shape == (3 * small.shape[0], 3 * small.shape[1], 3)
+    assert np.abs(large[1::3, 1::3].astype(int) - small).mean() < 8
+    assert run(*line, tmp_path / "c.png", "--enlarge", 17) == 2
+    assert "1..16" in capsys.readouterr().err
+
+
 def _started(folder: Path) -> bool:
     """Whether a half-written x.mp4 has bytes; the probe for a writable folder may vanish meanwhile."""
     try:

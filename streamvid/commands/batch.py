@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
         width: common.Width = None,
         fps: common.Fps = None,
         crf: common.Crf = 18,
+        enlarge: common.Enlarge = 1,
         steps: common.Steps = None,
         guidance: common.Guidance = None,
         negative_prompt: common.Negative = None,
@@ -80,6 +81,7 @@ def register(app: typer.Typer) -> None:
             transition=transition,
             fps=fps,
             crf=crf,
+            enlarge=enlarge,
         )
         source = common.model_arguments(
             model,

@@ -44,6 +44,9 @@ Height = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=VIDE
 Width = Annotated[int | None, typer.Option(help="Pixels.", rich_help_panel=VIDEO)]
 Fps = Annotated[float | None, typer.Option(help="Frames a second in the file.", rich_help_panel=VIDEO)]
 Crf = Annotated[int, typer.Option(help="H.264 quality, 0 lossless .. 51.", rich_help_panel=VIDEO)]
+Enlarge = Annotated[
+    int, typer.Option(help="Enlarge the pictures in the file, 1..16 times.", rich_help_panel=VIDEO)
+]
 Steps = Annotated[int | None, typer.Option(help="Transformer passes a chunk.", rich_help_panel=VIDEO)]
 Guidance = Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", rich_help_panel=VIDEO)]
 Negative = Annotated[str | None, typer.Option(help="Negative prompt (with guidance).", rich_help_panel=VIDEO)]

@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
         width: common.Width = None,
         fps: common.Fps = None,
         crf: common.Crf = 18,
+        enlarge: common.Enlarge = 1,
         memory: common.Memory = None,
         codec: common.Codec = None,
         model: common.Model = "tiny",
@@ -51,7 +52,7 @@ def register(app: typer.Typer) -> None:
             memory=memory,
             codec=codec,
         )
-        request = ClipRequest(prompt=prompt, options=options, fps=fps, crf=crf)
+        request = ClipRequest(prompt=prompt, options=options, fps=fps, crf=crf, enlarge=enlarge)
         VideoWriter(
             output, fps or 16.0, crf=crf
         ).abort()  # a name that cannot be written is told before loading

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         began = time.perf_counter()
         pipe = common.load_model(model, device=device, dtype=dtype, threads=threads)
         loaded = time.perf_counter() - began
-        options = common.stream_options(memory=memory, codec=codec, steps=steps)
+        options = common.stream_options(memory=memory, codec=codec, num_inference_steps=steps)
         if step_cache != "none":
             options["step_cache"] = step_cache
         with _bar(quiet=as_json) as progress:

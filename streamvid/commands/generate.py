@@ -42,6 +42,7 @@ def register(app: typer.Typer) -> None:
         width: common.Width = None,
         fps: common.Fps = None,
         crf: common.Crf = 18,
+        enlarge: common.Enlarge = 1,
         steps: common.Steps = None,
         guidance: common.Guidance = None,
         negative_prompt: common.Negative = None,
@@ -95,11 +96,11 @@ def register(app: typer.Typer) -> None:
             transition=transition,
             fps=fps,
             crf=crf,
+            enlarge=enlarge,
         )
         path = output or Path(clip_name(prompt, seed))
-        VideoWriter(
-            path, fps or 16.0, crf=crf
-        ).abort()  # a name that cannot be written is told before loading
+        # A name that cannot be written is told before loading.
+        VideoWriter(path, fps or 16.0, crf=crf).abort()
         common.stop_on_term()
         pipe = common.load_model(
             model,
