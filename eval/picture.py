@@ -55,6 +55,7 @@ def draw(panels: Sequence[Panel], labels: Sequence[str], title: str, path: Path)
     image = Image.new("RGB", (width * SCALE, height * SCALE), PAPER)
     pen = _Pen(ImageDraw.Draw(image))
     pen.text(24, 14, title, 17, INK)
+    pen.text(width - 24, 17, "a mark beside its dot would cover another one", 12, SOFT, "ra")
     each = (width - 24) // len(panels)
     for position, panel in enumerate(panels):
         _panel(pen, panel, (position * each + 12, 46, each, plot_height))
@@ -84,6 +85,9 @@ class _Pen:
         box = [(v + side * RADIUS) * SCALE for side in (-1, 1) for v in (x, y)]
         self.surface.ellipse(box, PALETTE[number % len(PALETTE)], PAPER, SCALE)
         self.text(x, y, str(number + 1), 11, PAPER, "mm")
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        self.surface.ellipse([(v + side * 2.5) * SCALE for side in (-1, 1) for v in (x, y)], colour)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -142,23 +146,27 @@ def _panel(pen: _Pen, panel: Panel, box: tuple[int, int, int, int]) -> None:
             colour = PALETTE[number % len(PALETTE)]
             pen.line([(x_at(point.x), y_at(point.lo)), (x_at(point.x), y_at(point.hi))], colour, 0.8)
     taken: list[tuple[float, float]] = []
-    spots = {number: _free(x_at(p.x), y_at(p.y), taken, (x0, x1)) for number, p in known}
+    frame = (x0, y0 + RADIUS, x1, y1 - RADIUS)
+    spots = {number: _free(x_at(p.x), y_at(p.y), taken, frame) for number, p in known}
     for number, point in known:
-        pen.line([(x_at(point.x), y_at(point.y)), spots[number]], "#9aa7b4")
+        pen.line([(x_at(point.x), y_at(point.y)), spots[number]], PALETTE[number % len(PALETTE)], 1.4)
     for number, spot in spots.items():
         pen.mark(*spot, number)
+    for number, point in known:
+        if spots[number] != (x_at(point.x), y_at(point.y)):
+            pen.dot(x_at(point.x), y_at(point.y), PALETTE[number % len(PALETTE)])
 
 
 def _free(
-    x: float, y: float, taken: list[tuple[float, float]], edges: tuple[float, float]
+    x: float, y: float, taken: list[tuple[float, float]], frame: tuple[float, float, float, float]
 ) -> tuple[float, float]:
-    """The nearest place to (x, y), aside at the same height, where no mark lies yet."""
-    gap = 2 * RADIUS
-    for step in range(200):
-        for side in (1, -1) if step else (1,):
-            spot = (x + side * step * RADIUS / 2, y)
-            inside = edges[0] <= spot[0] <= edges[1]
-            if inside and all(math.dist(spot, other) >= gap for other in taken):
+    """The nearest place to (x, y) inside the frame (x0, y0, x1, y1) where no mark lies yet."""
+    for ring in range(40):
+        for turn in range(8 * ring or 1):
+            angle = 2 * math.pi * turn / (8 * ring or 1) + math.pi / 2
+            spot = (x + ring * RADIUS * math.cos(angle), y + ring * RADIUS * math.sin(angle))
+            inside = frame[0] <= spot[0] <= frame[2] and frame[1] <= spot[1] <= frame[3]
+            if inside and all(math.dist(spot, other) >= 2 * RADIUS + 1 for other in taken):
                 taken.append(spot)
                 return spot
     taken.append((x, y))

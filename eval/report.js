@@ -20,7 +20,13 @@ function svg(tag, attrs = {}, text) {
   if (text !== undefined) node.textContent = text;
   return node;
 }
-const title = (name) => name.replace(/_/g, " ");
+const NAMES = {
+  psnr: "PSNR", ssim: "SSIM", ms_ssim: "MS-SSIM", lpips: "LPIPS", kv_bytes: "stored KV", kv_peak_bytes: "peak KV",
+  chunk_ms: "chunk", chunk_ms_p95: "chunk p95", first_frame_ms: "first frame", denoise_ms: "denoising", context_ms: "context pass",
+  decode_ms: "decoding", fps_steady: "frames a second", judge_right: "all right", judge_last: "judge, last segment",
+  judge_drift: "judge change", nominal_over_peak: "stored / peak", compute_fraction: "compute", segments: "judge by segment",
+};
+const title = (name) => NAMES[name] || name.replace(/_/g, " ");
 const metric = (name) => D.metrics[name] || { better: "neither", unit: "", text: "", group: "" };
 
 function format(value, name) {
@@ -57,7 +63,8 @@ function tip(node, text) {
   node.addEventListener("pointerleave", () => ($("tip").hidden = true));
   return node;
 }
-const swatch = (i) => el("span", { class: "swatch", style: `background:${color(i)}` });
+/** Beyond the palette colours come again, hollow. */
+const swatch = (i) => el("span", { class: "swatch", style: i < PALETTE.length ? `background:${color(i)}` : `box-shadow:inset 0 0 0 3px ${color(i)}` });
 const present = Object.keys(D.metrics).filter((name) => D.variants.some((v) => v.metrics[name]));
 function choose(label, names, value, change) {
   const box = el("select", { onchange: (event) => change(event.target.value) });
@@ -72,7 +79,13 @@ for (const [text, bad] of D.chips) $("chips").append(el("li", { class: bad ? "ba
 /* ---- table ---- */
 const table = { group: "summary", paired: false, sort: null, up: false };
 function columns() {
-  if (table.group === "summary") return D.summary.filter((name) => present.includes(name));
+  if (table.group === "summary") {
+    const saves = D.variants.some((v) => v.metrics.compute_fraction?.mean < 0.999);
+    const names = D.summary.filter((name) => present.includes(name) && (saves || name !== "compute_fraction"));
+    const at = names.indexOf("judge");
+    if (at >= 0 && !table.paired && (D.curves.judge || []).some((c) => c.mean.length > 1)) names.splice(at + 1, 0, "segments");
+    return names;
+  }
   return present.filter((name) => metric(name).group === table.group);
 }
 function cellStat(variant, name) {
@@ -97,6 +110,7 @@ function drawTable() {
     const sorted = table.sort === name ? (table.up ? "ascending" : "descending") : null;
     const better = { higher: "more is better", lower: "less is better" }[info.better];
     const th = el("th", { scope: "col", tabindex: 0, "aria-sort": sorted }, name === "label" ? "Variant" : title(name));
+    if (name === "segments") { head.append(tip(th, "judge score of each segment of the clip, mean over clips; full height is 1")); continue; }
     if (name !== "label") {
       const arrow = { higher: "↑ ", lower: "↓ ", neither: "" }[info.better];
       th.append(el("span", { class: "unit" }, arrow + info.unit + (info.unit ? "" : " ")));
@@ -123,6 +137,18 @@ function bestOf(name) {
   const best = better === "higher" ? Math.max(...values) : Math.min(...values);
   return values.every((v) => v === best) ? null : best;
 }
+/** Judge score of each segment of a clip, as bars. */
+function segmentBars(i) {
+  const curve = (D.curves.judge || []).find((c) => c.variant === i);
+  if (!curve) return "–";
+  const wide = Math.max(4, Math.min(12, 84 / curve.mean.length)), tall = 22;
+  const root = svg("svg", { class: "bars", viewBox: `0 0 ${wide * curve.mean.length} ${tall}`, width: wide * curve.mean.length, height: tall, role: "img", "aria-label": "judge by segment" });
+  curve.mean.forEach((v, k) => {
+    root.append(svg("rect", { x: k * wide, y: 0, width: wide - 1.5, height: tall, fill: "var(--grid)" }));
+    root.append(svg("rect", { x: k * wide, y: tall * (1 - v), width: wide - 1.5, height: tall * v, fill: color(i) }));
+  });
+  return tip(root, curve.mean.map((v) => (v === null ? "–" : v.toFixed(2))).join("  "));
+}
 function tableRow(i, names, best) {
   const variant = D.variants[i];
   const name = el("div", { class: "variant" }, swatch(i), el("span", {}, variant.label));
@@ -133,6 +159,7 @@ function tableRow(i, names, best) {
   tip(first, `${variant.clips} clips\n` + Object.entries(variant.variant).map(([k, v]) => `${title(k)}: ${v}`).join("\n"));
   const row = el("tr", {}, first);
   for (const name of names) {
+    if (name === "segments") { row.append(el("td", {}, segmentBars(i))); continue; }
     const stat = cellStat(variant, name);
     if (!stat) { row.append(el("td", {}, "–")); continue; }
     const sign = table.paired && stat.mean > 0 ? "+" : "";
@@ -176,6 +203,18 @@ function ticks(lo, hi, count = 5) {
   for (let v = Math.ceil(lo / step - 1e-9) * step; v <= hi + step * 1e-6; v += step) out.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return out;
 }
+const MARKS = [1, 2, 5].flatMap((m) => [...Array(16).keys()].map((p) => m * 10 ** (p - 3)));
+/** Tick labels tell neighbours apart. */
+function labels(values, name) {
+  if (metric(name).unit !== "bytes" && values.every(Number.isInteger)) return values.map(String);
+  const texts = values.map((v) => format(v, name));
+  if (metric(name).unit === "bytes" || new Set(texts).size === texts.length) return texts;
+  for (let digits = 3; digits < 8; digits++) {
+    const longer = values.map((v) => v.toFixed(digits));
+    if (new Set(longer).size === longer.length) return longer;
+  }
+  return texts;
+}
 function frame(width, height, xs, ys, xName, yName, xLabel) {
   const pad = { left: 56, right: 16, top: 14, bottom: 40 };
   const spread = (values) => {
@@ -183,19 +222,25 @@ function frame(width, height, xs, ys, xName, yName, xLabel) {
     const room = (hi - lo || Math.abs(hi) * 0.1 || 1) * 0.08;
     return [lo >= 0 && lo - room < 0 ? 0 : lo - room, hi + room];
   };
-  const [x0, x1] = xLabel ? [Math.min(...xs), Math.max(...xs)] : spread(xs);
+  // Bytes span decades between codecs: then equal steps are equal factors.
+  const wide = !xLabel && Math.min(...xs) > 0 && Math.max(...xs) / Math.min(...xs) > 6;
+  const along = wide ? Math.log : (v) => v;
+  const [x0, x1] = xLabel ? [Math.min(...xs), Math.max(...xs)] : spread(xs.map(along));
   const [y0, y1] = spread(ys);
-  const x = (v) => pad.left + ((v - x0) / (x1 - x0 || 1)) * (width - pad.left - pad.right);
+  const x = (v) => pad.left + ((along(v) - x0) / (x1 - x0 || 1)) * (width - pad.left - pad.right);
   const y = (v) => height - pad.bottom - ((v - y0) / (y1 - y0 || 1)) * (height - pad.top - pad.bottom);
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(yName)} against ${title(xName)}` });
-  for (const t of ticks(y0, y1)) {
+  const yMarks = ticks(y0, y1);
+  const xMarks = wide ? MARKS.filter((m) => along(m) >= x0 && along(m) <= x1) : ticks(x0, x1, 4);
+  const [yTexts, xTexts] = [labels(yMarks, yName), labels(xMarks, xName)];
+  yMarks.forEach((t, k) => {
     root.append(svg("line", { class: "grid", x1: pad.left, x2: width - pad.right, y1: y(t), y2: y(t) }));
-    root.append(svg("text", { x: pad.left - 7, y: y(t) + 4, "text-anchor": "end" }, format(t, yName)));
-  }
-  for (const t of ticks(x0, x1, 4)) {
+    root.append(svg("text", { x: pad.left - 7, y: y(t) + 4, "text-anchor": "end" }, yTexts[k]));
+  });
+  xMarks.forEach((t, k) => {
     root.append(svg("line", { class: "grid", x1: x(t), x2: x(t), y1: pad.top, y2: height - pad.bottom }));
-    root.append(svg("text", { x: x(t), y: height - pad.bottom + 16, "text-anchor": "middle" }, format(t, xName)));
-  }
+    root.append(svg("text", { x: x(t), y: height - pad.bottom + 16, "text-anchor": "middle" }, xTexts[k]));
+  });
   const unit = metric(xName).unit && metric(xName).unit !== "bytes" ? ` (${metric(xName).unit})` : "";
   root.append(svg("text", { x: (width + pad.left) / 2, y: height - 5, "text-anchor": "middle" }, xLabel || title(xName) + unit));
   return { root, x, y, pad };
@@ -216,7 +261,7 @@ function front(points, xName, yName) {
 function scatter(xName, yName) {
   const points = D.variants.map((v, i) => ({ i, x: v.metrics[xName], y: v.metrics[yName], label: v.label })).filter((p) => p.x && p.y);
   if (!points.length) return el("p", { class: "hint" }, `No variant has both ${title(xName)} and ${title(yName)}.`);
-  const wide = 560, tall = 340;
+  const wide = 560, tall = 360;
   const ends = (key) => points.flatMap((p) => [p[key].mean, p[key].lo, p[key].hi].filter((v) => v !== null));
   const { root, x, y, pad } = frame(wide, tall, ends("x"), ends("y"), xName, yName);
   const line = front(points, xName, yName);
@@ -231,21 +276,23 @@ function scatter(xName, yName) {
   }
   for (const p of points) {
     const [cx, cy] = [x(p.x.mean), y(p.y.mean)];
-    place(root, taken, p.label.length > 30 ? p.label.slice(0, 29) + "…" : p.label, cx, cy, [pad.left, wide - pad.right]);
+    place(root, taken, p.label.length > 30 ? p.label.slice(0, 29) + "…" : p.label, cx, cy, [pad.left, wide - pad.right, tall - pad.bottom]);
     const info = `${p.label}\n${title(yName)} ${format(p.y.mean, yName)}\n${title(xName)} ${format(p.x.mean, xName)}`;
     root.append(tip(svg("circle", { class: "hit", cx, cy, r: 14 }), info));
   }
   return root;
 }
-function place(root, taken, text, cx, cy, [left, right]) {
-  const width = text.length * 6.3;
+function place(root, taken, text, cx, cy, [left, right, bottom]) {
+  const width = text.length * 7;
   const spots = [[10, 4], [-10 - width, 4], [-width / 2, -11], [-width / 2, 20], [10, 18], [10, -9], [-10 - width, 18], [-10 - width, -9]];
+  for (let down = 34; down <= 150; down += 16) spots.push([14, down], [-14 - width, down], [14, -down], [-14 - width, -down]);
   for (const [dx, dy] of spots) {
     const box = [cx + dx, cy + dy - 10, width, 13];
-    const inside = box[0] >= left && box[0] + width <= right + 12 && box[1] > 0;
+    const inside = box[0] >= left && box[0] + width <= right + 12 && box[1] > 0 && cy + dy < bottom;
     const free = taken.every((t) => box[0] > t[0] + t[2] || t[0] > box[0] + box[2] || box[1] > t[1] + t[3] || t[1] > box[1] + box[3]);
     if (!inside || !free) continue;
     taken.push(box);
+    if (Math.abs(dy) > 20) root.append(svg("line", { class: "leader", x1: cx, y1: cy, x2: dx > 0 ? box[0] - 2 : box[0] + width + 2, y2: cy + dy - 4 }));
     root.append(svg("text", { class: "name", x: box[0], y: cy + dy }, text));
     return;
   }

@@ -41,8 +41,8 @@ def build_report(
     folder: Path,
     *,
     clips: int = 3,
-    max_variants: int = 16,
-    long_side: int = 256,
+    max_variants: int = 24,
+    long_side: int | None = None,
 ) -> str:
     """The page as text.
 
@@ -52,7 +52,7 @@ def build_report(
         folder: where the kept clips are.
         clips: how many prompts are shown as clips; 0 leaves them out.
         max_variants: clips side by side, at most.
-        long_side: largest side of a clip in the page, pixels.
+        long_side: largest side of a clip in the page, pixels; None: 256, or 128 for over twelve variants.
 
     Raises:
         StreamvidError: no rows.
@@ -61,6 +61,8 @@ def build_report(
         raise StreamvidError("there are no rows to report; run the comparison first")
     made = [row for row in rows if row["status"] == "done"]
     variants = table(rows)
+    if long_side is None:
+        long_side = 256 if len(variants) <= 12 else 128
     data = {
         "notes": study.notes,
         "chips": _chips(variants, rows, made),
@@ -116,12 +118,16 @@ def _chips(variants: Sequence[Row], rows: Sequence[Row], made: Sequence[Row]) ->
     seeds = {row["seed"] for row in rows}
     failed = len(rows) - len(made)
     chips = [
-        (f"{len(variants)} variants", False),
-        (f"{len(prompts)} prompts × {len(seeds)} seeds", False),
+        (_count(len(variants), "variant"), False),
+        (f"{_count(len(prompts), 'prompt')} × {_count(len(seeds), 'seed')}", False),
         (f"{max((row['num_frames'] for row in rows), default=0)} frames a clip", False),
-        (f"{len(made)} clips", False),
+        (_count(len(made), "clip"), False),
     ]
     return chips + ([(f"{failed} failed", True)] if failed else [])
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "s")
 
 
 def _card(study: Study, rows: Sequence[Row]) -> list[tuple[str, str]]:

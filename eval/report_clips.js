@@ -61,8 +61,17 @@ function drawClips() {
 }
 
 /* ---- memory and attention ---- */
-const REGIONS = ["sink", "memory", "recent", "current"];
-const legend = (id, names) => $(id).append(...names.map((name) => el("span", {}, el("i", { class: "swatch", style: `background:var(--${name})` }), name)));
+const seen = (part) => [...new Set(part.flatMap((c) => Object.keys(c)))].filter((r) => r !== "chunk");
+const FIRST = ["sink", "memory", "recent", "current"];
+/** Regions in the order in which they are stacked: those that policies add stand between memory and recent. */
+const REGIONS = (() => {
+  const all = new Set(D.pictures.flatMap((p) => [...seen(p.regions), ...seen(p.attention_mass)]));
+  const others = [...all].filter((r) => !FIRST.includes(r)).sort();
+  return [...FIRST.slice(0, 2), ...others, ...FIRST.slice(2)];
+})();
+const OTHER = ["#c2367b", "#b58900", "#17a2b8", "#7a6a58", "#5b8c2a"];
+const regionColor = (name) => (FIRST.includes(name) ? `var(--${name})` : OTHER[(REGIONS.indexOf(name) - 2) % OTHER.length]);
+const legend = (id, names) => $(id).append(...names.map((name) => el("span", {}, el("i", { class: "swatch", style: `background:${regionColor(name)}` }), name)));
 const figureOf = (index, node) => el("figure", {}, el("figcaption", {}, swatch(index), D.variants[index].label), node);
 function drawMemory() {
   legend("memory-legend", REGIONS.filter((r) => D.pictures.some((p) => p.regions.some((c) => c[r]?.length))));
@@ -77,7 +86,7 @@ function drawMemory() {
     chunks.forEach((chunk, k) => {
       for (const region of REGIONS)
         for (const f of chunk[region] || [])
-          root.append(svg("rect", { x: left + k * w, y: tall - bottom - (f + 1) * h, width: Math.max(w * 0.94, 0.7), height: Math.max(h * 0.94, 0.7), fill: `var(--${region})` }));
+          root.append(svg("rect", { x: left + k * w, y: tall - bottom - (f + 1) * h, width: Math.max(w * 0.94, 0.7), height: Math.max(h * 0.94, 0.7), fill: regionColor(region) }));
     });
     root.append(svg("text", { x: left - 5, y: 13, "text-anchor": "end" }, top - 1), svg("text", { x: left - 5, y: tall - bottom, "text-anchor": "end" }, 0));
     root.append(svg("text", { x: wide, y: tall - 6, "text-anchor": "end" }, `chunk ${chunks[chunks.length - 1].chunk ?? chunks.length - 1}`));
@@ -99,7 +108,7 @@ function drawMass() {
       const next = rows.map((row, k) => base[k] + (row[region] || 0));
       const path = [...next.map((v, k) => `${x(k)},${y(v)}`), ...base.map((v, k) => `${x(k)},${y(v)}`).reverse()];
       const mean = rows.reduce((sum, row) => sum + (row[region] || 0), 0) / rows.length;
-      root.append(tip(svg("polygon", { points: path.join(" "), fill: `var(--${region})` }), `${region}: ${(100 * mean).toFixed(0)} % on the mean`));
+      root.append(tip(svg("polygon", { points: path.join(" "), fill: regionColor(region) }), `${region}: ${(100 * mean).toFixed(0)} % on the mean`));
       base = next;
     }
     for (const v of [0, 0.5, 1]) root.append(svg("text", { x: left - 5, y: y(v) + 4, "text-anchor": "end" }, `${100 * v}%`));

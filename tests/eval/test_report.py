@@ -296,4 +296,4 @@ def test_the_page_is_alive_in_a_browser(made, tmp_path):
     body = dom[: dom.index('id="data"')]
     assert body.count("<tr") >= 6 and body.count("<video") == 4
     assert len(re.findall(r"<svg", body)) >= 3 + 4  # two trade-offs, a drift plot, memory of four variants
-    assert 'aria-label="psnr against kv bytes"' in body
+    assert 'aria-label="PSNR against stored KV"' in body
