@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from streamvid.app.settings import TabSettings, memory_cost
 from streamvid.app.turns import Turns
 from streamvid.errors import MemoryBudgetError, StreamvidError
-from streamvid.memory.plan import format_bytes
 
 if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
@@ -132,6 +131,8 @@ class Hub:
             )
         if self.max_bytes is None:
             return
+        from streamvid.memory.plan import format_bytes
+
         needed = memory_cost(pipe, settings.memory, settings.codec)["peak"]
         held = sum(each.nbytes() for each in self._tabs if not (each is tab and replaces))
         if held + needed > self.max_bytes:

@@ -46,6 +46,7 @@ class Lane:
         self._kept_bytes = 0
         self._chunks = stream.chunks()
         self._reference: np.ndarray | None = None
+        self._changed = False
 
     def make(self) -> tuple[VideoChunk, float]:
         """The next chunk, and the seconds it took. Raises StopIteration when the stream has ended."""
@@ -86,11 +87,13 @@ class Lane:
     def drift(self, chunk: VideoChunk) -> float:
         """Distance of the chunk's mean colour from that of the scene's first chunk, in 8-bit steps.
 
-        A scene begins with the stream and with every change of prompt, where colours move on purpose.
+        A scene begins with the stream, and with the chunk after a change of prompt: in the chunk of the change itself
+        colours still move on purpose.
         """
         colour = chunk.frames.mean(axis=(0, 1, 2))
-        if self._reference is None or chunk.transition is not None:
+        if self._reference is None or self._changed or chunk.transition is not None:
             self._reference = colour
+        self._changed = chunk.transition is not None
         return float(np.linalg.norm(colour - self._reference))
 
     def nbytes(self) -> int:

@@ -117,7 +117,7 @@ function hello(message) {
   const tiny = message.model === "tiny";
   at("examples").replaceChildren(...(tiny ? EXAMPLES : []).map((text) => {
     const button = document.createElement("button");
-    Object.assign(button, { type: "button", textContent: text.replace(/^a /, ""), title: text });
+    Object.assign(button, { type: "button", textContent: text.replace(/^a | from side to side/g, "").replace(/on a (.*) background/, "on $1"), title: text });
     button.onclick = () => {
       at("prompt").value = text;
       at("prompt-form").requestSubmit();
@@ -177,15 +177,24 @@ function drew(frame, screen, lane) {
   if (lane) return;
   memory.saw(screen, frame);
   if (frame.index === 0) {
+    glow(screen.small);
     film.add(screen, frame);
     memory.show(frame.header);
     if (page.asked?.chunk !== undefined && frame.header.index >= page.asked.chunk) {
       page.latency = performance.now() - page.asked.time;
       page.asked = null;
-      at("latency").textContent = `prompt to picture ${(page.latency / 1000).toFixed(2)} s`;
+      at("latency").textContent = `prompt → picture ${(page.latency / 1000).toFixed(2)} s`;
     }
   }
   at("frame").textContent = frame.frame;
+}
+
+function glow(picture) {
+  // A soft light beside the picture: the colours of its left and right edge, which the page stretches over the width.
+  const ctx = at("glow").getContext("2d");
+  const { width, height } = picture;
+  ctx.drawImage(picture, 0, 0, 2, height, 0, 0, 1, 2);
+  ctx.drawImage(picture, width - 2, 0, 2, height, 1, 0, 1, 2);
 }
 
 setInterval(() => {

@@ -6,13 +6,14 @@ const TONES = {
   shown: "#7ddc9b", made: "#6cb6ff", drift: "#f2a65a", "drift B": "#6cb6ff",
 };
 const POINTS = 120;
+const FEWEST = 30; // points over which a short plot is stretched
 const THUMB = 60;
 const FILM = 120;
 const LATENTS = 400;
 
 export function bytes(size) {
   for (const [unit, scale] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
-    if (size >= scale) return `${(size / scale).toFixed(2)} ${unit}`;
+    if (size >= scale) return `${(size / scale).toPrecision(3)} ${unit}`;
   }
   return `${Math.round(size)} B`;
 }
@@ -43,7 +44,7 @@ export class Plot {
     const names = [...new Set(this.rows.flatMap((row) => Object.keys(row)))];
     const total = (row) => names.reduce((sum, name) => sum + (row[name] || 0), 0);
     const most = Math.max(1e-9, ...this.rows.map((row) => (this.stacked ? total(row) : Math.max(0, ...Object.values(row)))));
-    const x = (i) => (width - 2) * (POINTS - this.rows.length + i + 1) / POINTS;
+    const x = (i) => ((width - 2) * i) / Math.max(FEWEST, this.rows.length - 1);
     const y = (value) => height - 3 - (height - 8) * (value / (most * 1.1));
     ctx.strokeStyle = "#232b38";
     for (const part of [0, 0.5, 1]) {
@@ -70,7 +71,7 @@ export class Plot {
       }
     }
     const newest = this.rows[this.rows.length - 1] || {};
-    this.legend.replaceChildren(...names.filter((name) => newest[name] !== undefined).map((name) => {
+    this.legend.replaceChildren(...names.filter((name) => newest[name] > 0.005 * total(newest)).map((name) => {
       const item = document.createElement("i");
       item.style.setProperty("--tone", TONES[name] || "#9aa7b8");
       item.textContent = `${name} ${this.format(newest[name])}`;

@@ -35,7 +35,7 @@ def client_of(hub, **options):
 
 def receive(ws, kind):
     """The next message of a kind; chunks are unpacked."""
-    for _ in range(30):
+    for _ in range(300):
         message = ws.receive()
         if message.get("bytes") is not None:
             if kind == "chunk":
