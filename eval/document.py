@@ -14,7 +14,7 @@ from streamvid.errors import StreamvidError
 from streamvid.eval.aggregate import by_variant, curves, pareto, table
 from streamvid.eval.finals import ranked
 from streamvid.eval.grid import Study
-from streamvid.eval.machine import card_line
+from streamvid.eval.machine import card_line, counted
 from streamvid.eval.metrics import METRICS
 from streamvid.eval.orderings import check_orderings
 from streamvid.eval.picture import Panel, Point, draw
@@ -136,7 +136,8 @@ def _origin(rows: Sequence[Row], command: str) -> str:
 def _scope(study: Study, rows: Sequence[Row], brief: bool) -> str:
     prompts, seeds = len({r["prompt"] for r in rows}), len({r["seed"] for r in rows})
     clips = (
-        f"{prompts} prompts x {seeds} seed(s), {study.num_frames} frames, segments of {study.segment_frames}."
+        f"{counted(prompts, 'prompt')} x {counted(seeds, 'seed')}, {study.num_frames} frames, segments of "
+        f"{study.segment_frames}."
     )
     if brief:
         return clips
