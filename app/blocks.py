@@ -127,7 +127,7 @@ def _clip_tab(hub: Hub) -> None:
 
 def _plugin(label: str, offered: dict[str, Any], default: str) -> gr.Dropdown:
     """A plug-in by name, or in its text form ``name:key=value``."""
-    names = list(dict.fromkeys([default, *offered]))
+    names = list(dict.fromkeys([default, *(name for name, each in offered.items() if not each.get("unfit"))]))
     return gr.Dropdown(names, value=default, label=label, allow_custom_value=True, min_width=140)
 
 

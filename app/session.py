@@ -253,8 +253,10 @@ class Session:
             "drift": lane.drift(chunk),
             "memory": stats["memory"]["cond"],
             "held": stats["held"],
+            "groups": stats["held_by_group"],
             "bytes": stats["bytes"],
-            "step_cache": stats["step_cache"],
+            "steps": chunk.steps,
+            "compute": stats["step_cache"]["compute_fraction"],
             "kept_frames": lane.kept_frames,
             "receipts": [vars(receipt) for receipt in lane.receipts[-8:]],
         }
