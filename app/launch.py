@@ -14,7 +14,7 @@ from typing import Any
 
 from streamvid.errors import StreamvidError
 
-NEEDED = ("fastapi", "uvicorn", "websockets")
+NEEDED = ("fastapi", "gradio", "uvicorn", "websockets")
 
 
 def launch(
@@ -39,9 +39,11 @@ def launch(
     from streamvid.app.auth import LOOPBACK
     from streamvid.app.hub import Hub
     from streamvid.app.server import build
+    from streamvid.app.session import sweep
 
     local = host in LOOPBACK
     listener = bind(host, port)
+    sweep()
     hub = Hub(
         model,
         lambda name: _load(name, max_streams=max_streams, device=device, dtype=dtype),

@@ -161,7 +161,7 @@ function chunk(header, pictures) {
   plots.ms.add(Object.fromEntries(Object.entries(parts).map(([name, value]) => [name, value * 1000])));
   plots.kv.add({ ...header.memory.regions, scratch: header.memory.scratch });
   plots.drift.add({ drift: header.drift, ...(stage.screens[1] ? { "drift B": page.drift[1] || 0 } : {}) });
-  page.kept = header.kept_frames;
+  settings.running(header);
   at("save").title = `${header.kept_frames} frames are kept`;
   const first = { frame: 0, text: page.running.prompt, transition: "", status: "applied" };
   at("timeline").replaceChildren(...[first, ...header.receipts].map((receipt) => {

@@ -24,7 +24,9 @@ export class Settings {
 
   plugin(kind, label, spec) {
     const select = element("select", { id: `set-${kind}` });
-    for (const name of Object.keys(this.choices[kind])) select.append(element("option", { value: name }, name));
+    for (const [name, { unfit }] of Object.entries(this.choices[kind])) {
+      select.append(element("option", { value: name, disabled: Boolean(unfit), title: unfit || "" }, name));
+    }
     select.setAttribute("aria-label", label);
     const fields = element("div", { className: "fields" });
     const about = element("p");
@@ -47,7 +49,16 @@ export class Settings {
       show();
       this.changed();
     };
-    return element("div", { className: "setting" }, element("div", {}, element("b", {}, label), select), fields, about);
+    const now = (part.now = element("p"));
+    return element("div", { className: "setting" }, element("div", {}, element("b", {}, label), select), fields, about, now);
+  }
+
+  running({ steps, compute, seconds }) {
+    // What the last chunk cost: passes run and left out, and the time of each.
+    const { computed = 0, skipped = 0 } = steps;
+    const each = computed ? `, ${((1000 * seconds.denoise) / computed).toFixed(0)} ms each` : "";
+    this.kinds.step_cache.now.textContent = `Now: ${computed} passes run, ${skipped} left out; ` +
+      `${Math.round(100 * compute)} % of the full cost so far${each}.`;
   }
 
   attention() {

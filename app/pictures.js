@@ -5,6 +5,7 @@ const TONES = {
   denoise: "#6cb6ff", decode: "#7ddc9b", context: "#b794f6", change: "#f2a65a",
   shown: "#7ddc9b", made: "#6cb6ff", drift: "#f2a65a", "drift B": "#6cb6ff",
 };
+const ORDER = ["sink", "memory", "recent"];
 const POINTS = 120;
 const FEWEST = 30; // points over which a short plot is stretched
 const THUMB = 60;
@@ -138,10 +139,14 @@ export class MemoryPicture {
   }
 
   show(header) {
-    const order = ["sink", "memory", "recent"];
-    const regions = Object.keys(header.held).sort((a, b) => order.indexOf(a) - order.indexOf(b));
     this.held = new Set(Object.values(header.held).flat());
-    this.box.replaceChildren(...regions.map((name) => this.row(name, header.held[name])));
+    const several = header.groups.length > 1; // groups of heads that hold different frames
+    this.box.replaceChildren(...header.groups.flatMap(({ heads, held }, number) => {
+      const title = document.createElement("small");
+      title.textContent = `group ${number}: ${heads} heads of all layers`;
+      const rows = Object.keys(held).sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b)).map((name) => this.row(name, held[name]));
+      return several ? [title, ...rows] : rows;
+    }));
     const { stored, dense, total, frames, scratch } = header.memory;
     const packed = stored && dense && stored < 0.95 * dense ? `, ${(dense / stored).toFixed(1)}x smaller than plain` : "";
     this.line.textContent = `${frames} latent frames, ${bytes(stored)} stored${packed}, ${bytes(scratch)} scratch, ` +

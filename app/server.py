@@ -1,4 +1,4 @@
-"""The web application: the page, one WebSocket a tab, clips to save and uploads to start from.
+"""The web application: the page, one WebSocket a tab, clips to save, uploads to start from, and Gradio's pages.
 
 Knows nothing of streams beyond calling ``protocol`` and ``session``.
 """
@@ -16,10 +16,12 @@ from typing import Any
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.background import BackgroundTask
+from starlette.routing import Route
 
 from streamvid.app.auth import COOKIE, Gate
 from streamvid.app.hub import Hub
 from streamvid.app.lane import write_mp4
+from streamvid.app.lazy import Lazy
 from streamvid.app.protocol import handle, hello
 from streamvid.app.session import Session
 from streamvid.app.uploads import MAX_UPLOAD, store_start
@@ -38,11 +40,15 @@ OPEN = ("/login", "/asset/page.css", "/asset/login.js")
 """Paths that need no password."""
 MAX_MESSAGE = 256 * 1024
 """Bytes of one message from the page."""
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' blob: data:; style-src 'self' 'unsafe-inline'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
+PLAIN = (
+    "default-src 'self'; img-src 'self' blob: data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+)
+GRADIO = (  # its page has scripts in it and makes functions from text; still nothing from elsewhere
+    "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob: data:; font-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; worker-src 'self' blob:; "
+    "frame-ancestors 'none'"
+)
+"""Content security policies: the browser fetches nothing from other machines."""
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +61,7 @@ def build(hub: Hub, *, password: str | None = None, local_only: bool = True) -> 
     """
     gate = Gate(password, local_only=local_only)
     tabs: dict[str, Session] = {}
+    gradio = Lazy(lambda: _gradio_app(hub))
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -62,6 +69,7 @@ def build(hub: Hub, *, password: str | None = None, local_only: bool = True) -> 
         loading = asyncio.get_running_loop().run_in_executor(None, _preload, hub)
         yield
         await loading
+        await gradio.close()
         await asyncio.to_thread(hub.close)
 
     app = FastAPI(title="streamvid", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
@@ -71,15 +79,19 @@ def build(hub: Hub, *, password: str | None = None, local_only: bool = True) -> 
         if not gate.trusts(request.headers):
             return Response("this address does not name this server\n", status_code=403)
         if not gate.allows(request.cookies) and request.url.path not in OPEN:
-            if request.url.path == "/":
+            if request.url.path in ("/", "/gradio", "/gradio/"):
                 return RedirectResponse("/login", status_code=303)
             return Response("log in first\n", status_code=401)
         response = await call_next(request)
-        response.headers.update(HEADERS)
+        gradio = request.url.path.startswith("/gradio")
+        response.headers["Content-Security-Policy"] = GRADIO if gradio else PLAIN
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers.setdefault("Cache-Control", "no-cache")
         return response
 
     _add_pages(app, gate)
     _add_files(app, hub, tabs)
+    app.router.routes.append(Route("/gradio/{rest:path}", gradio))
 
     @app.websocket("/socket")
     async def socket(ws: WebSocket) -> None:
@@ -90,6 +102,13 @@ def build(hub: Hub, *, password: str | None = None, local_only: bool = True) -> 
         await _serve_tab(ws, hub, tabs)
 
     return app
+
+
+def _gradio_app(hub: Hub) -> FastAPI:
+    from streamvid.app.blocks import build_blocks, mount
+
+    inner = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    return mount(inner, build_blocks(hub), "/gradio", MAX_UPLOAD)
 
 
 def _preload(hub: Hub) -> None:

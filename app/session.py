@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from streamvid.app.hub import Hub
@@ -36,7 +37,25 @@ MAX_PROMPTS = 200
 MAX_FRAME = 1_000_000
 """Largest frame number of a timeline entry."""
 
+FOLDER = "streamvid-tab"
+"""Beginning of the name of a tab's temporary folder, before the number of its process."""
+
 log = logging.getLogger(__name__)
+
+
+def sweep() -> int:
+    """Remove the folders that killed servers left behind. Returns how many there were."""
+    import psutil
+
+    left = [
+        path
+        for path in Path(gettempdir()).glob(f"{FOLDER}-*-*")
+        if (pid := path.name.removeprefix(f"{FOLDER}-").split("-")[0]).isdigit()
+        and not psutil.pid_exists(int(pid))
+    ]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
 
 
 class Session:
@@ -55,7 +74,7 @@ class Session:
         self.lanes: list[Lane] = []
         self.epoch = 0
         """Counts the beginnings: frames of another epoch are not of the stream that runs."""
-        self.folder = Path(mkdtemp(prefix="streamvid-tab-"))
+        self.folder = Path(mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-"))
         self._hub, self._emit, self._idle_after = hub, emit, idle_after
         self._snapshots: dict[str, dict[str, Any]] = {}
         self._shown: list[int] = []
@@ -234,8 +253,10 @@ class Session:
             "drift": lane.drift(chunk),
             "memory": stats["memory"]["cond"],
             "held": stats["held"],
+            "groups": stats["held_by_group"],
             "bytes": stats["bytes"],
-            "step_cache": stats["step_cache"],
+            "steps": chunk.steps,
+            "compute": stats["step_cache"]["compute_fraction"],
             "kept_frames": lane.kept_frames,
             "receipts": [vars(receipt) for receipt in lane.receipts[-8:]],
         }

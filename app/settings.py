@@ -92,14 +92,19 @@ def choices(pipe: StreamPipeline) -> dict[str, Any]:
     from streamvid.memory.policies import POLICIES
     from streamvid.opening import default_memory
     from streamvid.prompts import TRANSITIONS
+    from streamvid.sampler import make_sampler
     from streamvid.stepcache import STEP_CACHES
 
+    noise = make_sampler(pipe.config).noise_kind
     usable = {name: backend.missing(pipe.device, pipe.dtype) for name, backend in BACKENDS.items()}
     chosen, reason = choose_backend(pipe.device, pipe.dtype, head_dim=pipe.model.geometry.head_dim)
     return {
         "memory": {name: _plugin(cls) for name, cls in POLICIES.items()},
         "codec": {name: _plugin(cls) for name, cls in CODECS.items()},
-        "step_cache": {name: _plugin(cls) for name, cls in STEP_CACHES.items()},
+        "step_cache": {
+            name: _plugin(cls) | {"unfit": "" if noise in cls.kinds else cls.why_not}
+            for name, cls in STEP_CACHES.items()
+        },
         "attention": {
             "auto": f"takes {chosen} here ({reason})",
             **{name: "usable here" for name, why in usable.items() if not why},

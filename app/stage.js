@@ -18,7 +18,7 @@ export class Screen {
 
   draw(frame, look) {
     const { width, height } = frame.picture;
-    const times = Math.max(1, Math.floor(768 / Math.max(width, height)));
+    const times = Math.max(1, Math.floor(256 / Math.max(width, height)));
     if (this.canvas.width !== width * times) {
       [this.canvas.width, this.canvas.height] = [width * times, height * times];
       [this.small.width, this.small.height] = [width, height];
@@ -40,6 +40,7 @@ export class Stage {
   constructor(box, callbacks) {
     Object.assign(this, { box, callbacks, screens: [], epoch: 0, playing: false, pace: "native", look: "smooth" });
     this.madeRate = 0;
+    this.draws = 0; // pictures painted: fewer than frames shown where the browser could not keep up
     this.fps = 16;
     this.allowed = 0; // frames to show while paused
     this.due = 0;
@@ -110,6 +111,7 @@ export class Stage {
       this.tell(lane, screen, now);
     });
     this.times.push(now);
+    this.draws += 1;
   }
 
   tell(lane, screen, now) {

@@ -72,7 +72,13 @@ def machine_card() -> dict[str, Any]:
     return card
 
 
+def counted(number: int, name: str) -> str:
+    """A number with its noun, in the plural where it is not one."""
+    return f"{number} {name}" + ("" if number == 1 else "s")
+
+
 def card_line(card: dict[str, Any]) -> str:
     """The card in one line."""
-    parts = [str(card.get("gpu", "")), str(card["cpu"]), f"{card['cpus']} CPUs, {card['threads']} threads"]
+    cores = f"{counted(card['cpus'], 'CPU')}, {counted(card['threads'], 'thread')}"
+    parts = [str(card.get("gpu", "")), str(card["cpu"]), cores]
     return " · ".join(part for part in parts if part)

@@ -17,6 +17,8 @@ PALETTE = (
 )
 INK, SOFT, GRID, PAPER = "#16202c", "#5b6776", "#e3e9ef", "#ffffff"
 RADIUS = 10
+WITH_INTERVALS = 15
+"""Points up to which intervals are drawn; those of more cover one another."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _panel(pen: _Pen, panel: Panel, box: tuple[int, int, int, int]) -> None:
     pen.text((x0 + x1) / 2, y1 + 24, panel.x_name, 13, SOFT, "ma")
     front = [panel.points[i] for i in panel.front]
     pen.line([(x_at(p.x), y_at(p.y)) for p in front if p is not None], "#9aa7b4", 1.4)
-    for number, point in known:
+    for number, point in known if len(known) <= WITH_INTERVALS else []:
         if point.lo is not None and point.hi is not None:
             colour = PALETTE[number % len(PALETTE)]
             pen.line([(x_at(point.x), y_at(point.lo)), (x_at(point.x), y_at(point.hi))], colour, 0.8)
@@ -150,11 +152,11 @@ def _panel(pen: _Pen, panel: Panel, box: tuple[int, int, int, int]) -> None:
     spots = {number: _free(x_at(p.x), y_at(p.y), taken, frame) for number, p in known}
     for number, point in known:
         pen.line([(x_at(point.x), y_at(point.y)), spots[number]], PALETTE[number % len(PALETTE)], 1.4)
-    for number, spot in spots.items():
-        pen.mark(*spot, number)
     for number, point in known:
         if spots[number] != (x_at(point.x), y_at(point.y)):
             pen.dot(x_at(point.x), y_at(point.y), PALETTE[number % len(PALETTE)])
+    for number, spot in spots.items():
+        pen.mark(*spot, number)
 
 
 def _free(

@@ -77,6 +77,9 @@ class StreamRenderer:
             options["memory"] = options["memory"].replace(HEADS, str(self.head_profile(pipe)))
         with pipe.stream(cell.prompt, **options) as stream:
             rendered = watch_stream(stream)
+        if variant.steps != DEFAULT:  # the stream counts by its own steps, a table by the checkpoint's
+            full = pipe.config.num_inference_steps or len(pipe.config.denoising_steps)
+            rendered.costs["compute_fraction"] *= int(variant.steps) / full
         if cell.probe:
             with pipe.stream(cell.prompt, **options) as stream:
                 rendered.attention_mass = attention_mass(stream)

@@ -203,6 +203,12 @@ function ticks(lo, hi, count = 5) {
   for (let v = Math.ceil(lo / step - 1e-9) * step; v <= hi + step * 1e-6; v += step) out.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return out;
 }
+/** Ends of an axis: intervals of few clips may be far wider than the means are apart, so they reach only so far. */
+function reach(means, edges) {
+  const [lo, hi] = [Math.min(...means), Math.max(...means)];
+  const room = 0.4 * (hi - lo || Math.abs(hi) * 0.1 || 1);
+  return [...means, Math.max(lo - room, Math.min(...edges, lo)), Math.min(hi + room, Math.max(...edges, hi))];
+}
 const MARKS = [1, 2, 5].flatMap((m) => [...Array(16).keys()].map((p) => m * 10 ** (p - 3)));
 /** Tick labels tell neighbours apart. */
 function labels(values, name) {
@@ -227,8 +233,10 @@ function frame(width, height, xs, ys, xName, yName, xLabel) {
   const along = wide ? Math.log : (v) => v;
   const [x0, x1] = xLabel ? [Math.min(...xs), Math.max(...xs)] : spread(xs.map(along));
   const [y0, y1] = spread(ys);
-  const x = (v) => pad.left + ((along(v) - x0) / (x1 - x0 || 1)) * (width - pad.left - pad.right);
-  const y = (v) => height - pad.bottom - ((v - y0) / (y1 - y0 || 1)) * (height - pad.top - pad.bottom);
+  const clamp = (v, lo, hi) => Math.max(lo, Math.min(hi, v));
+  const share = (v) => ((wide && v <= 0 ? x0 : along(v)) - x0) / (x1 - x0 || 1);
+  const x = (v) => clamp(pad.left + share(v) * (width - pad.left - pad.right), pad.left, width - pad.right);
+  const y = (v) => clamp(height - pad.bottom - ((v - y0) / (y1 - y0 || 1)) * (height - pad.top - pad.bottom), pad.top, height - pad.bottom);
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(yName)} against ${title(xName)}` });
   const yMarks = ticks(y0, y1);
   const xMarks = wide ? MARKS.filter((m) => along(m) >= x0 && along(m) <= x1) : ticks(x0, x1, 4);
@@ -262,7 +270,8 @@ function scatter(xName, yName) {
   const points = D.variants.map((v, i) => ({ i, x: v.metrics[xName], y: v.metrics[yName], label: v.label })).filter((p) => p.x && p.y);
   if (!points.length) return el("p", { class: "hint" }, `No variant has both ${title(xName)} and ${title(yName)}.`);
   const wide = 560, tall = 360;
-  const ends = (key) => points.flatMap((p) => [p[key].mean, p[key].lo, p[key].hi].filter((v) => v !== null));
+  const barred = points.length <= PALETTE.length;
+  const ends = (key) => reach(points.map((p) => p[key].mean), key === "x" || !barred ? [] : points.flatMap((p) => [p[key].lo, p[key].hi]).filter((v) => v !== null));
   const { root, x, y, pad } = frame(wide, tall, ends("x"), ends("y"), xName, yName);
   const line = front(points, xName, yName);
   if (line.length > 1) root.append(svg("polyline", { class: "front", points: line.map((p) => `${x(p.x.mean)},${y(p.y.mean)}`).join(" ") }));
@@ -270,8 +279,8 @@ function scatter(xName, yName) {
   for (const p of points) {
     const [cx, cy] = [x(p.x.mean), y(p.y.mean)];
     const bar = (x1, y1, x2, y2) => root.append(svg("line", { x1, y1, x2, y2, stroke: color(p.i), "stroke-width": 1.3, opacity: 0.55 }));
-    if (p.y.lo !== null) bar(cx, y(p.y.lo), cx, y(p.y.hi));
-    if (p.x.lo !== null) bar(x(p.x.lo), cy, x(p.x.hi), cy);
+    if (p.y.lo !== null && barred) bar(cx, y(p.y.lo), cx, y(p.y.hi));
+    if (p.x.lo !== null && barred) bar(x(p.x.lo), cy, x(p.x.hi), cy);
     root.append(mark(SHAPES[Math.floor(p.i / PALETTE.length) % 4], cx, cy, color(p.i)));
   }
   for (const p of points) {
@@ -309,15 +318,18 @@ function paretoControls() {
 }
 
 /* ---- drift ---- */
+const BANDS = 8; // of more curves the bands cover one another
 const drift = { name: null, hidden: new Set() };
 function drawDrift() {
   const curves = D.curves[drift.name].filter((c) => !drift.hidden.has(c.variant));
   const holder = $("drift-plot");
   if (!curves.length) { holder.replaceChildren(el("p", { class: "hint" }, "All curves are hidden.")); return; }
-  const values = curves.flatMap((c) => [...c.mean, ...c.lo, ...c.hi]).filter((v) => v !== null);
+  const known = (list) => list.filter((v) => v !== null);
+  const banded = curves.length <= BANDS;
+  const values = reach(known(curves.flatMap((c) => c.mean)), banded ? known(curves.flatMap((c) => [...c.lo, ...c.hi])) : []);
   const narrow = innerWidth < 600;
   const { root, x, y } = frame(narrow ? 460 : 1000, narrow ? 300 : 340, curves.flatMap((c) => c.x), values, "seconds", drift.name, "seconds into the clip");
-  for (const c of curves) {
+  for (const c of banded ? curves : []) {
     const known = c.x.map((_, k) => k).filter((k) => c.lo[k] !== null);
     if (known.length > 1) {
       const edge = [...known.map((k) => `${x(c.x[k])},${y(c.hi[k])}`), ...known.reverse().map((k) => `${x(c.x[k])},${y(c.lo[k])}`)];
@@ -344,6 +356,12 @@ function driftControls() {
     event.currentTarget.setAttribute("aria-pressed", shown);
     drawDrift();
   } }, swatch(i), v.label)));
+  const showAll = (on) => {
+    D.variants.forEach((_, i) => (on ? drift.hidden.delete(i) : drift.hidden.add(i)));
+    for (const button of $("drift-legend").children) button.setAttribute("aria-pressed", on);
+    drawDrift();
+  };
+  $("drift-controls").append(el("button", { onclick: () => showAll(true) }, "Show all"), el("button", { onclick: () => showAll(false) }, "Hide all"));
 }
 
 /* ---- start ---- */

@@ -17,7 +17,7 @@ from typing import Any
 from streamvid.errors import StreamvidError
 from streamvid.eval.aggregate import curves, memory_pictures, table, variant_id
 from streamvid.eval.grid import Study
-from streamvid.eval.machine import card_line
+from streamvid.eval.machine import card_line, counted
 from streamvid.eval.metrics import METRICS
 from streamvid.eval.orderings import check_orderings
 from streamvid.eval.store import Store, plain
@@ -118,16 +118,12 @@ def _chips(variants: Sequence[Row], rows: Sequence[Row], made: Sequence[Row]) ->
     seeds = {row["seed"] for row in rows}
     failed = len(rows) - len(made)
     chips = [
-        (_count(len(variants), "variant"), False),
-        (f"{_count(len(prompts), 'prompt')} × {_count(len(seeds), 'seed')}", False),
+        (counted(len(variants), "variant"), False),
+        (f"{counted(len(prompts), 'prompt')} × {counted(len(seeds), 'seed')}", False),
         (f"{max((row['num_frames'] for row in rows), default=0)} frames a clip", False),
-        (_count(len(made), "clip"), False),
+        (counted(len(made), "clip"), False),
     ]
     return chips + ([(f"{failed} failed", True)] if failed else [])
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" + ("" if number == 1 else "s")
 
 
 def _card(study: Study, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -140,6 +140,23 @@ class History:
                 found.setdefault(entry.region, set()).update(entry.frames)
         return {region: sorted(frames) for region, frames in found.items()}
 
+    def held_by_group(self) -> list[dict[str, Any]]:
+        """One entry a head group: ``heads`` in it over all layers, and ``held`` as in ``held()``. Host numbers only."""
+        heads: dict[int, int] = {}
+        found: dict[int, dict[str, set[int]]] = {}
+        for bank in self.all_banks():
+            heads[bank.group] = heads.get(bank.group, 0) + bank.num_heads
+            regions = found.setdefault(bank.group, {})
+            for entry in bank.entries:
+                regions.setdefault(entry.region, set()).update(entry.frames)
+        return [
+            {
+                "heads": heads[group],
+                "held": {region: sorted(frames) for region, frames in found[group].items()},
+            }
+            for group in sorted(found)
+        ]
+
     def state_dict(self) -> dict[str, Tensor]:
         """A bit-exact snapshot between chunks: named tensors, among them ``meta`` (JSON as uint8)."""
         from streamvid.memory.snapshot import dump

@@ -393,6 +393,7 @@ class VideoStream:
                 "paused": not self._running.is_set(),
                 "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
                 "held": state.sides["cond"].cache.held(),
+                "held_by_group": state.sides["cond"].cache.held_by_group(),
                 "bytes": state.nbytes(),
                 "step_cache": state.step_cache.accounting.report(),
                 "context_passes": self._engine.passes,

@@ -6,9 +6,27 @@ import json
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """An application on a free port, served by a thread, as its address."""
+    import uvicorn
+
+    from streamvid.app.launch import bind
+
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(20)
 
 
 class Page:

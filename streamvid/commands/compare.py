@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ def register(app: typer.Typer) -> None:
             1, min=1, help="Processes at once. Times are then shared, and marked so."
         ),
         quick: bool = typer.Option(False, help="A small one of the same shape: 4 variants, 2 prompts."),
+        prompts: int | None = typer.Option(None, min=1, help="Only the study's first so many prompts."),
         imports: list[str] = typer.Option(
             [], "--import", help="LABEL=FOLDER of videos from elsewhere, into the same report. Repeatable."
         ),
@@ -50,6 +52,8 @@ def register(app: typer.Typer) -> None:
         from streamvid.eval.report import write_report
 
         study, name = _study(config, preset, quick)
+        if prompts is not None:
+            study = replace(study, prompts=study.prompts[:prompts])
         sources = [Source.parse(text) for text in imports]
         if docs is not None and not docs.parent.is_dir():
             raise StreamvidError(f"--docs {docs}: the folder {docs.parent} does not exist")
@@ -66,7 +70,7 @@ def register(app: typer.Typer) -> None:
             for (one, made), file in zip(parts, ("report.html", "report-final.html"), strict=False)
         ]
         if docs is not None:
-            command = _command(config, preset, quick, workers, imports, docs)
+            command = _command(config, preset, quick, prompts, workers, imports, docs)
             write_document(docs, name, command, parts)
         _tell(parts, pages, as_json)
 
@@ -83,10 +87,17 @@ def _study(config: Path | None, preset: str | None, quick: bool) -> tuple[Study,
 
 
 def _command(
-    config: Path | None, preset: str | None, quick: bool, workers: int, imports: list[str], docs: Path
+    config: Path | None,
+    preset: str | None,
+    quick: bool,
+    prompts: int | None,
+    workers: int,
+    imports: list[str],
+    docs: Path,
 ) -> str:
     words = ["streamvid compare", f"--preset {preset}" if preset else config.name if config else ""]
     words += ["--quick"] if quick else []
+    words += [f"--prompts {prompts}"] if prompts else []
     words += [f"--workers {workers}"] if workers > 1 else []
     words += [f"--import {text.partition('=')[0]}=FOLDER" for text in imports]
     place = docs.resolve()

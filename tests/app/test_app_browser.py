@@ -5,80 +5,23 @@ Frames up to 128x128 go to the browser uncompressed, so what it shows must equal
 
 from __future__ import annotations
 
-import os
-import shutil
-import threading
+import io
 import time
 from itertools import islice
 
 import numpy as np
 import pytest
-import tiny_random
+from PIL import Image
 
-import streamvid
-from streamvid.app.hub import Hub
-from streamvid.app.launch import bind
+from streamvid.app.chromium import served
 from streamvid.video_io import VideoReader
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api")
-uvicorn = pytest.importorskip("uvicorn")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run",
-]  # fmt: skip
+pytestmark = pytest.mark.browser
 CURRENT = """() => { const c = streamvid.stage.screens[0].current;
   return {frame: c.frame, chunk: c.header.index, size: [c.picture.height, c.picture.width],
     data: [...c.picture.data]}; }"""
-RATES = """() => { const s = streamvid.stage;
-  return {shown: s.shownRate(), made: s.madeRate, frames: s.screens[0].shown}; }"""
-FPS = 24.0
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """A running server of a random model, as (address, hub, pipeline)."""
-    from streamvid.app.server import build
-
-    folder = tiny_random.save_folder(tmp_path_factory.mktemp("models") / "fast", config={"fps": FPS})
-    pipe = streamvid.load(folder, device="cpu")
-    hub = Hub("random", lambda name: pipe)
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build(hub), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/", hub, pipe
-    server.should_exit = True
-    thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    os.environ.setdefault("PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD", "1")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def visit(site, browser):
-    """Opens a tab and waits for its first picture."""
-    pages = []
-
-    def opened(query):
-        page = browser.new_page(bypass_csp=True, viewport={"width": 900, "height": 700})
-        page.on("pageerror", lambda error: pytest.fail(f"the page failed: {error}"))
-        page.goto(site[0] + query)
-        page.wait_for_function("window.streamvid?.stage.screens[0]?.current", timeout=60000)
-        pages.append(page)
-        return page
-
-    yield opened
-    for page in pages:
-        if not page.is_closed():
-            page.close()
+COUNTS = """() => { const s = streamvid.stage, screen = s.screens[0]; return {now: performance.now(),
+  drawn: s.draws, passed: screen.shown, received: screen.shown + screen.queue.length, made: s.madeRate}; }"""
 
 
 def current(page):
@@ -95,19 +38,33 @@ def after(page, frame):
     page.wait_for_function(f"streamvid.stage.screens[0].current.frame >= {frame}", timeout=60000)
 
 
-def test_frames_change_pause_stops_them_and_a_prompt_shows_in_the_pixels(site, visit, tmp_path, capsys):
+def photograph(page):
+    """The stage as it is on the screen, ``[H, W, 3]``."""
+    data = page.locator("#screens canvas").first.screenshot()
+    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def colours(picture):
+    """Mean colours of the middle and of the corners."""
+    height, width, _ = picture.shape
+    middle = picture[height * 7 // 16 : height * 9 // 16, width * 7 // 16 : width * 9 // 16]
+    corners = [picture[y, x] for y in (8, height - 8) for x in (8, width - 8)]
+    return middle.mean(axis=(0, 1)), np.mean(corners, axis=0)
+
+
+def test_frames_change_pause_stops_them_and_a_clip_is_saved(site, visit, tmp_path):
     page = visit("?prompt=red+ball&seed=3")
     after(page, 30)
-    page.wait_for_timeout(1500)
-    rates = page.evaluate(RATES)
     page.fill("#prompt", "blue cube")
     page.keyboard.press("Enter")
     page.wait_for_function("streamvid.page.latency", timeout=60000)
-    latency = page.evaluate("streamvid.page.latency")
     page.click("#pause")
     frame, chunk, picture = current(page)
     page.wait_for_timeout(400)
     assert current(page)[0] == frame  # paused
+    still = photograph(page)
+    page.wait_for_timeout(300)
+    assert np.array_equal(photograph(page), still)
     page.click("#step")
     after(page, frame + 12)
     assert current(page)[1] == chunk + 1
@@ -127,11 +84,67 @@ def test_frames_change_pause_stops_them_and_a_prompt_shows_in_the_pixels(site, v
         unchanged = list(islice(stream, frame + 1))[frame]
     assert np.array_equal(picture, changed)
     assert not np.array_equal(picture, unchanged)
+
+
+def test_what_is_made_is_shown(visit, capsys):
+    page = visit("?prompt=red+ball&seed=3")
+    after(page, 24)
+    best = {"share": 0.0, "rate": 0.0, "made": 0.0}
+    for _ in range(4):  # another program may hold the machine for a second
+        first = page.evaluate(COUNTS)
+        page.wait_for_timeout(2500)
+        last = page.evaluate(COUNTS)
+        seconds = (last["now"] - first["now"]) / 1000
+        drawn, received = last["drawn"] - first["drawn"], last["received"] - first["received"]
+        found = {
+            "share": drawn / max(1, last["passed"] - first["passed"]),
+            "rate": drawn / seconds,
+            "made": received / seconds,
+        }
+        best = max(best, found, key=lambda each: (each["share"] >= 0.9) * each["rate"])
+        if best["share"] >= 0.9 and best["rate"] >= 20:
+            break
     with capsys.disabled():
         print(
-            f"\nshown {rates['shown']:.1f} frames/s of {FPS:.0f} (could make {rates['made']:.0f}), "
-            f"prompt to picture {latency:.0f} ms"
+            f"\ndrawn {best['rate']:.1f} frames/s, {best['share']:.0%} of the frames due; {best['made']:.1f} frames/s "
+            f"came, {last['made']:.0f} could be made"
         )
+    assert best["share"] >= 0.9 and best["rate"] >= 20
+
+
+def test_the_embedded_model_follows_a_prompt_and_a_killed_server_restarts_clean(open_page, capsys):
+    ball, star = (
+        "a big red ball sliding from side to side on a navy background",
+        "a big yellow star spinning on a plum background",
+    )
+    with served() as (url, process):
+        page = open_page(f"{url}?seed=4")
+        page.fill("#prompt", ball)
+        after(page, 24)
+        _, corners = colours(photograph(page))
+        assert corners[2] > corners[0] + 30  # navy
+        page.fill("#prompt", star)
+        page.keyboard.press("Enter")
+        page.wait_for_function("streamvid.page.latency", timeout=60000)
+        latency = page.evaluate("streamvid.page.latency")
+        after(page, current(page)[0] + 36)
+        middle, corners = colours(photograph(page))
+        assert min(middle[:2]) > middle[2] + 60  # yellow
+        assert corners[0] > corners[1] + 30 and corners[2] > corners[1] + 30  # plum
+        with capsys.disabled():
+            print(f"\nprompt to picture {latency:.0f} ms (embedded model)")
+        process.kill()
+        process.wait()
+        page.wait_for_function(
+            "document.getElementById('state').textContent === 'disconnected'", timeout=60000
+        )
+    port = int(url.rstrip("/").rsplit(":", 1)[1])
+    with served(port=port) as (again, _):
+        assert again == url
+        page.wait_for_function("document.getElementById('state').textContent === 'live'", timeout=60000)
+        page.wait_for_function("streamvid.stage.screens[0]?.current?.frame > 12", timeout=60000)
+        middle, corners = colours(photograph(page))
+        assert corners[0] > corners[1] + 30 and corners[2] > corners[1] + 30  # the prompt that was typed
 
 
 def test_two_tabs_equal_solo_runs_and_closing_one_frees_it(site, visit):
@@ -153,17 +166,12 @@ def test_two_tabs_equal_solo_runs_and_closing_one_frees_it(site, visit):
     assert hub.num_streams() == 1 and hub.nbytes() < held
 
 
-def test_every_control_is_alive_on_a_phone(site, visit):
-    page = visit("?prompt=red+ball")
-    page.set_viewport_size({"width": 390, "height": 800})
+def test_the_gradio_page_shows_the_stage_and_makes_a_clip(site, open_page):
+    page = open_page(f"{site[0]}gradio/", width=390, height=844)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    page.click("#snapshot")
-    page.wait_for_selector("#snapshots figure")
-    page.select_option("#set-codec", "int4")
-    page.wait_for_function("document.getElementById('cost').textContent.includes('will hold')")
-    page.click("#compare")
-    page.wait_for_function("streamvid.stage.screens[1]?.current", timeout=60000)
-    assert "Int4" in page.inner_text("#screens figure:nth-child(2) figcaption")
-    page.click("#snapshots figure")
-    page.wait_for_function("streamvid.stage.screens.length === 1", timeout=60000)
-    assert page.is_hidden("#toast")
+    after(page, 12)
+    assert not np.array_equal(current(page)[2], 0)
+    page.get_by_role("tab", name="Clip").click()
+    page.get_by_role("button", name="Make the clip").click()
+    page.wait_for_selector("video[src]", timeout=60000)
+    page.wait_for_function("document.querySelector('video').videoWidth === 64", timeout=60000)

@@ -136,6 +136,26 @@ def test_presets_load_and_a_wrong_name_is_named():
         preset("codec")
 
 
+def test_presets_name_every_method_there_is():
+    from streamvid.memory.codecs import CODECS
+    from streamvid.memory.policies import POLICIES
+    from streamvid.stepcache import STEP_CACHES
+    from streamvid.tiny.captions import parse
+
+    def named(preset_name, axis):
+        study = load_study(preset(preset_name))
+        assert len(study.prompts) == len({parse(prompt) for prompt in study.prompts})
+        texts = [part for v in study.variants for part in getattr(v, axis).split(" + ")]
+        return {text.partition(":")[0] for text in texts}
+
+    assert named("policies", "memory") == set(POLICIES)
+    assert named("codecs", "codec") == set(CODECS) - {
+        "offload"
+    }  # no codec of its own: it moves another's frames
+    caches = named("stepcaches", "step_cache") | named("stepcaches-many", "step_cache")
+    assert caches == set(STEP_CACHES)
+
+
 # --- running ---
 
 

@@ -44,6 +44,12 @@ def test_a_cell_is_the_stream_of_the_public_interface(tiny_random_folder):
     assert last["current"] == [6, 7, 8] and last["sink"] == [0] and last["recent"] == [4, 5]
 
 
+def test_fewer_steps_count_as_less_work(tiny_random_folder):
+    full = StreamRenderer().pipe(str(tiny_random_folder), "default").config.denoising_steps
+    costs = StreamRenderer()(cell(tiny_random_folder, steps="2")).costs
+    assert costs["compute_fraction"] == pytest.approx(2 / len(full))
+
+
 @pytest.mark.parametrize("memory", ["window:size=6,sink=1", "window:size=9,positions=slot"])
 def test_attention_mass_is_the_share_of_the_real_softmax(tiny_random_folder, memory):
     """The last layer only writes in the context pass, so of two layers the first is seen."""

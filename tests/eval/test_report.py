@@ -171,6 +171,18 @@ def test_an_ordering_agrees_only_when_the_interval_excludes_zero(low, high, verd
     assert result.verdict == verdict
 
 
+def test_windows_are_compared_with_the_same_window():
+    judge = {"size=12,sink=0": 0.5, "size=12,sink=3": 0.6, "size=18,sink=0": 0.8, "size=18,sink=3": 0.9}
+    judge |= {"size=12,sink=3,positions=slot": 0.1}  # has no partner without a sink
+    rows = [
+        row | {"variant": {"model": "m", "memory": f"window:{size}"}}
+        for size, value in judge.items()
+        for row in rows_of({"none": [value] * 4}, "judge_last")
+    ]
+    result = check_orderings(rows, ["sink"])[0]
+    assert result.pairs == 8 and result.verdict == "agrees" and result.difference == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     "shift, verdict", [(0.01, "agrees"), (0.5, "contradicts"), (0.05, "not distinguishable")]
 )
@@ -265,6 +277,16 @@ def test_the_command_runs_resumes_and_reports(tiny_random_folder, tmp_path, caps
     rows = (tmp_path / "out" / "rows.jsonl").read_text()
     assert main(words[:-1]) == 0 and (tmp_path / "out" / "rows.jsonl").read_text() == rows
     assert "report:" in capsys.readouterr().out
+    page = tmp_path / "page.md"
+    assert main([*words[:-1], "--prompts", "1", "--docs", str(page)]) == 0
+    assert (tmp_path / "out" / "rows.jsonl").read_text() == rows
+    assert (
+        "streamvid compare study.toml --prompts 1 --import Theirs=FOLDER --docs page.md" in page.read_text()
+    )
+    assert (tmp_path / "images" / "study.png").is_file()
+    capsys.readouterr()
+    assert main([*words[:-1], "--docs", str(tmp_path / "no" / "page.md")]) == 2
+    assert "does not exist" in capsys.readouterr().err
     assert main(["compare"]) == 2 and "--preset" in capsys.readouterr().err
     config.write_text('promts = ["x"]')
     assert main(words) == 2 and "did you mean 'prompts'" in capsys.readouterr().err
