@@ -216,12 +216,12 @@ def _cached(entry: Entry) -> bool:
 
 
 def _beats(other: Entry, entry: Entry) -> bool:
-    """At least as quick (within 3 %) and as near to the full run."""
-    values = [_mean(e, n) for n in ("denoise_ms", "psnr") for e in (other, entry)]
+    """No more work (within 3 %, for the full first chunk of a cache) and as near to the full run."""
+    values = [_mean(e, n) for n in ("compute_fraction", "psnr") for e in (other, entry)]
     if any(v is None for v in values):
         return False
-    quick, slow, near, far = (float(v) for v in values if v is not None)
-    return quick <= 1.03 * slow and near >= far
+    little, much, near, far = (float(v) for v in values if v is not None)
+    return little <= 1.03 * much and near >= far
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -245,6 +245,7 @@ _SAID = {
     "kv_peak_bytes": "peak of keys and values",
     "chunk_ms": "ms a chunk",
     "denoise_ms": "denoising, ms a chunk",
+    "compute_fraction": "transformer work, of full steps",
 }
 
 
@@ -275,15 +276,16 @@ def _findings(study: Study, rows: Sequence[Row], entries: Sequence[Entry]) -> st
         best = max(judged, key=lambda e: _mean(e, "judge") or 0.0)
         top = _mean(best, "judge") or 0.0
         close = [e for e in judged if (_mean(e, "judge") or 0.0) >= top - CLOSE]
-        cheap = min(close, key=lambda e: _mean(e, "kv_peak_bytes") or float("inf"))
-        lines.append(f"- Highest judge score: {best['label']}, {top:.3f}.")
-        peak = _mean(cheap, "kv_peak_bytes")
-        if peak is not None:
+        cost = "kv_peak_bytes" if study.axis_x == "kv_bytes" else study.axis_x
+        cheap = min(close, key=lambda e: _mean(e, cost) or float("inf"))
+        value = _mean(cheap, cost)
+        if value is not None:
             lines.append(
-                f"- {len(close)} of {len(judged)} are within {CLOSE} of it; of these the smallest at its peak is "
-                f"{cheap['label']}, {size_text(peak)}."
+                f"- Within {CLOSE} of it: {len(close)} of {len(judged)}; the cheapest of them by "
+                f"{_SAID.get(cost, cost)}: {cheap['label']}, {figure(value, cost)}."
             )
-    coded = [e for e in entries if _mean(e, "nominal_over_peak") is not None]
+    bytes_matter = study.axis_x in ("kv_bytes", "kv_peak_bytes")
+    coded = [e for e in entries if bytes_matter and _mean(e, "nominal_over_peak") is not None]
     if len(coded) > 1:
         worst = min(coded, key=lambda e: _mean(e, "nominal_over_peak") or 1.0)
         lines.append(

@@ -72,10 +72,15 @@ const REGIONS = (() => {
 const OTHER = ["#c2367b", "#b58900", "#17a2b8", "#7a6a58", "#5b8c2a"];
 const regionColor = (name) => (FIRST.includes(name) ? `var(--${name})` : OTHER[(REGIONS.indexOf(name) - 2) % OTHER.length]);
 const legend = (id, names) => $(id).append(...names.map((name) => el("span", {}, el("i", { class: "swatch", style: `background:${regionColor(name)}` }), name)));
-const figureOf = (index, node) => el("figure", {}, el("figcaption", {}, swatch(index), D.variants[index].label), node);
+const figureOf = (index, node, more = 0) => el("figure", {}, el("figcaption", {}, swatch(index), D.variants[index].label + (more ? ` and ${more} more that held the same` : "")), node);
 function drawMemory() {
   legend("memory-legend", REGIONS.filter((r) => D.pictures.some((p) => p.regions.some((c) => c[r]?.length))));
+  const alike = new Map();
   for (const picture of D.pictures) {
+    const key = JSON.stringify(picture.regions.map((c) => REGIONS.map((r) => c[r] || [])));
+    alike.set(key, [...(alike.get(key) || []), picture]);
+  }
+  for (const [picture, ...others] of alike.values()) {
     if (!picture.regions.length) continue;
     const chunks = picture.regions;
     const top = Math.max(...chunks.flatMap((c) => REGIONS.flatMap((r) => c[r] || []))) + 1;
@@ -91,7 +96,7 @@ function drawMemory() {
     root.append(svg("text", { x: left - 5, y: 13, "text-anchor": "end" }, top - 1), svg("text", { x: left - 5, y: tall - bottom, "text-anchor": "end" }, 0));
     root.append(svg("text", { x: wide, y: tall - 6, "text-anchor": "end" }, `chunk ${chunks[chunks.length - 1].chunk ?? chunks.length - 1}`));
     root.append(svg("text", { x: left, y: tall - 6 }, `chunk ${chunks[0].chunk ?? 0}`));
-    $("memory-plots").append(figureOf(picture.variant, root));
+    $("memory-plots").append(figureOf(picture.variant, root, others.length));
   }
 }
 function drawMass() {

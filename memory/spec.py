@@ -69,6 +69,10 @@ def build(spec: str | T, table: Mapping[str, type[T]], kind: str) -> T:
         ValueError: unknown name, unknown key, a value of the wrong type, or one that the dataclass refuses.
     """
     if not isinstance(spec, str):
+        if isinstance(spec, type) or not dataclasses.is_dataclass(spec):
+            raise ValueError(
+                f"{kind} must be a text (name or name:key=value) or an object of one, got {spec!r}"
+            )
         return spec
     name, _, rest = spec.partition(":")
     if name not in table:
@@ -88,6 +92,8 @@ def build(spec: str | T, table: Mapping[str, type[T]], kind: str) -> T:
                 f"{kind} {name!r} has no setting {key!r}{nearest(key, fields)} "
                 f"(allowed: {', '.join(sorted(fields)) or 'none'})"
             )
+        if key in settings:
+            raise ValueError(f"{kind} {name!r}: setting {key!r} is given twice")
         settings[key] = _convert(kind, name, key, text, hints[key])
     return cls(**settings)
 

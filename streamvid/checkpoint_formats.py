@@ -115,6 +115,23 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from None
 
 
+_DAMAGE = (
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    OverflowError,
+    MemoryError,
+)
+"""What PyTorch's reader raises on bytes that are not as they were written; found by cutting and changing files."""
+
+
 def _read_torch(path: Path) -> Mapping[str, Any]:
     """Tensors stay in the file's mapping until they are used; old files without an archive are read whole."""
     try:
@@ -124,15 +141,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
             if "mmap" not in str(error):
                 raise
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-    ) as error:
+    except _DAMAGE as error:
         raise CheckpointError(_torch_problem(path, error)) from None
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not named tensors")
@@ -148,7 +157,7 @@ def _torch_problem(path: Path, error: Exception) -> str:
         refused or "eights only" in text and "truncated" not in text
     ):
         what = next((group for group in refused.groups() if group), "") if refused else ""
-        named = f" ({what})" if what else ""
+        named = f" ({what})" if what and not what.isdigit() else ""  # a bare number is a pickle opcode
         return (
             f"{path}: refused, because it holds Python objects{named} besides tensors and reading those can run "
             "code; use a safetensors version of it"
@@ -183,17 +192,17 @@ def _choose_section(
     path: Path, content: Mapping[str, Any], metadata: dict[str, Any], which: str | None
 ) -> WeightFile:
     sections = {
-        name: {key: value for key, value in part.items() if isinstance(value, Tensor)}
+        str(name): {key: value for key, value in part.items() if _is_named_tensor(key, value)}
         for name, part in content.items()
         if isinstance(part, Mapping)
     }
     sections = {name: part for name, part in sections.items() if part}
-    scalars = {k: v for k, v in content.items() if isinstance(v, (int, float, str))}
+    scalars = {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, (int, float, str))}
     metadata = metadata | scalars
     if not sections:
-        flat = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        flat = {name: value for name, value in content.items() if _is_named_tensor(name, value)}
         if not flat:
-            raise CheckpointError(f"{path}: holds no tensors")
+            raise CheckpointError(f"{path}: holds no tensors with names")
         if which == "ema":
             raise CheckpointError(f"{path}: has no averaged (EMA) weights, it is one flat set of tensors")
         return WeightFile(path, flat, metadata=metadata)
@@ -209,6 +218,11 @@ def _choose_section(
     return WeightFile(path, sections[chosen], chosen, tuple(sections), metadata)
 
 
+def _is_named_tensor(name: Any, value: Any) -> bool:
+    """An optimiser's state has tensors too, under numbers."""
+    return isinstance(name, str) and isinstance(value, Tensor)
+
+
 def _listing(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(repr(name) for name in names[:5]) + (
@@ -218,4 +232,7 @@ def _listing(names: Iterable[str]) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160]
+    first = lines[0] if lines else type(error).__name__
+    return first.split(". This is an internal")[0][
+        :160
+    ]  # what follows in PyTorch is advice to its developers

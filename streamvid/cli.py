@@ -13,11 +13,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import typer
 
 from streamvid import __version__
-from streamvid.errors import StreamvidError
+from streamvid.errors import StreamvidError, raised_by_us
 from streamvid.memory.spec import nearest
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -79,17 +80,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         typer.echo(problem, err=True)
         return 2
     try:
-        build_app(words)(args=words, prog_name="streamvid")
+        code = build_app(words)(args=words, prog_name="streamvid", standalone_mode=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
+        if hasattr(
+            error, "format_message"
+        ):  # of click, or of typer's copy of it: the words do not fit the options
+            return _usage(error, words)
         message = None if debug else user_message(error)
         if message is None:
             traceback.print_exc()
             return 2 if user_message(error) is not None else 1
         typer.echo(f"error: {message}", err=True)
         return 2
-    return 0
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any, words: Sequence[str]) -> int:
+    """Words that do not fit a command's options, as one line that ends with where to read about them."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if message:  # empty when a group was called alone: its help has been shown
+        command = " ".join(["streamvid", _named_command(words) or words[0]])
+        typer.echo(f"error: {message}; see {command} --help", err=True)
+    return 2
 
 
 def build_app(words: Sequence[str]) -> typer.Typer:
@@ -124,7 +138,7 @@ def user_message(error: BaseException) -> str | None:
     """The one line for an error that the user can mend, or None when it is a fault of ours."""
     if isinstance(error, StreamvidError):
         return _one_line(error)
-    if isinstance(error, ValueError) and _raised_by_us(error):
+    if isinstance(error, ValueError) and raised_by_us(error):
         return _one_line(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
@@ -135,13 +149,6 @@ def user_message(error: BaseException) -> str | None:
             f"{_one_line(error).split('. ')[0]}; choose a smaller size, a shorter memory or a codec (--codec)"
         )
     return None
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("streamvid")
 
 
 def _one_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.options import StreamOptions
 from streamvid.prompts import Receipt, Transition
-from streamvid.video_io import VideoWriter, check_enlarge
+from streamvid.video_io import VideoWriter, check_crf, check_enlarge, check_fps
 
 if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
@@ -46,6 +46,9 @@ class ClipRequest:
     def __post_init__(self) -> None:
         options = StreamOptions.make(self.prompt, self.options | {"output_type": "uint8"})
         Transition.parse(self.transition)
+        if self.fps is not None:
+            check_fps(self.fps)
+        check_crf(self.crf)
         check_enlarge(self.enlarge)
         for frame, _ in self.prompt_at:
             if options.num_frames is not None and frame >= options.num_frames:
@@ -72,7 +75,10 @@ class ClipRequest:
             raise StreamvidError("needs a prompt that is a text")
         changes = {name: values[name] for name in own & values.keys()}
         if "prompt_at" in changes:
-            changes["prompt_at"] = tuple(parse_prompt_at(text) for text in changes["prompt_at"])
+            later = changes["prompt_at"]
+            if not isinstance(later, list):
+                raise StreamvidError(f"prompt_at must be a list of FRAME:PROMPT texts, got {later!r}")
+            changes["prompt_at"] = tuple(parse_prompt_at(text) for text in later)
         options = defaults.options | {name: values[name] for name in stream_names & values.keys()}
         return dataclasses.replace(defaults, options=options, **changes)
 
@@ -80,7 +86,8 @@ class ClipRequest:
 def parse_prompt_at(text: str) -> tuple[int, str]:
     """``"60:a blue ball"`` as ``(60, "a blue ball")``."""
     frame, colon, prompt = str(text).partition(":")
-    if not colon or not frame.strip().isdigit() or not prompt.strip():
+    frame = frame.strip()
+    if not colon or not frame.isdecimal() or len(frame) > 15 or not prompt.strip():
         raise StreamvidError(f'{text!r} is not FRAME:PROMPT, for example "60:a blue ball"')
     return int(frame), prompt.strip()
 
@@ -108,7 +115,8 @@ def write_clip(
         JSON-ready: ``path``, ``frames``, ``seconds``, ``bytes``, ``settings``, ``receipts``, ``stats``.
     """
     begun = time.perf_counter()
-    writer = VideoWriter(path, request.fps or pipe.config.fps, crf=request.crf, enlarge=request.enlarge)
+    fps = pipe.config.fps if request.fps is None else request.fps
+    writer = VideoWriter(path, fps, crf=request.crf, enlarge=request.enlarge)
     with writer, pipe.stream(request.prompt, **request.options) as stream:
         receipts = [
             stream.set_prompt(text, request.transition, at_frame=frame) for frame, text in request.prompt_at

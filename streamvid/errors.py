@@ -18,3 +18,11 @@ class MemoryBudgetError(StreamvidError):
 
 class ProfileError(StreamvidError):
     """A head profile or calibration file was made for another model."""
+
+
+def raised_by_us(error: BaseException) -> bool:
+    """Whether the statement that raised it is in this package: a ValueError from there is a mistake of the user's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("streamvid")

@@ -48,6 +48,10 @@ def resolve(path_or_name: str | Path) -> Path:
         CheckpointError: none of these.
     """
     text = str(path_or_name)
+    if not text:
+        raise CheckpointError(
+            f"the model's name is empty (allowed: a path, owner/name, or {', '.join(NAMED)})"
+        )
     path = Path(path_or_name).expanduser()
     if path.exists() and text not in NAMED:
         return path

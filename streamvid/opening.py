@@ -5,7 +5,7 @@ Knows nothing of the chunk loop.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +35,30 @@ if TYPE_CHECKING:
     from streamvid.stream import VideoStream
 
 
-@torch.no_grad()
-def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | None = None) -> VideoStream:
-    """A stream at frame 0; ``start``: one that has been prepared before.
+@dataclass(frozen=True)
+class StreamPlan:
+    """Everything about a stream that can be said before anything is allocated."""
+
+    config: StreamConfig
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    grid: tuple[int, int]
+    """Rows and columns of a latent frame."""
+    rule: ChunkRule
+    sampler: Any
+    policy: MemoryPolicy
+    codec: Any
+    selector: Any
+    step_cache: Any
+    session: Any
+    geometry: KVGeometry
+
+
+def plan_stream(pipe: StreamPipeline, options: StreamOptions) -> StreamPlan:
+    """Check every setting against the model. Opening a stream can then only fail on its text, picture or clip.
 
     Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work.
     """
-    from streamvid.stream import VideoStream
-
     config = options.configure(pipe.config)
     if options.output_type != "latent" and pipe.vae is None:
         raise StreamvidError(f"{pipe.components.missing['vae']}, or ask for output_type='latent'")
@@ -70,6 +86,85 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | Non
             codec="none" if codec is None else str(describe(codec)),
         )
     )
+    _check_together(options, config, policy, step_cache, session)
+    geometry = replace(
+        pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
+        fingerprint=pipe.components.fingerprint,
+    )
+    if codec is None:
+        check_room(geometry, policy, config, len(sampler.branches))
+    return StreamPlan(
+        config,
+        (height, width),
+        grid,
+        rule,
+        sampler,
+        policy,
+        codec,
+        selector,
+        step_cache,
+        session,
+        geometry,
+    )
+
+
+@torch.no_grad()
+def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | None = None) -> VideoStream:
+    """A stream at frame 0; ``start``: one that has been prepared before.
+
+    Raises StreamvidError (or ValueError of a plug-in) on a setting that cannot work.
+    """
+    from streamvid.stream import VideoStream
+
+    plan = plan_stream(pipe, options)
+    pipe.sessions.check()
+    if start is None:
+        start = prepare_start(pipe, options, plan.rule, plan.size)
+    engine = Engine(pipe.model, pipe.text_encoder, plan.config, start.condition)
+    sides: dict[str, Side] = {}
+    for branch in plan.sampler.branches:
+        text = options.prompt if branch == "cond" else plan.config.negative_prompt
+        cache = KVCache(
+            plan.geometry,
+            plan.policy,
+            plan.codec,
+            chunk_frames=plan.config.chunk_latents,
+            backend=pipe.attention,
+            sparse=plan.selector,
+            subsets=plan.session.selects_tokens,
+        )
+        embeds = engine.encode(text)
+        sides[branch] = Side(cache, embeds, engine.read(embeds))
+    decoder = None
+    if options.output_type != "latent":
+        from streamvid.vae import make_decoder
+
+        decoder = make_decoder(pipe.vae)
+    state = StreamState(
+        sides=sides,
+        decoder=decoder,
+        step_cache=plan.session,
+        text=options.prompt,
+        at=start.place,
+        rolling=RollingState() if plan.config.joint_window else None,
+    )
+    return VideoStream(
+        pipe,
+        options,
+        engine=engine,
+        sampler=plan.sampler,
+        state=state,
+        rule=plan.rule,
+        grid=plan.grid,
+        start=start,
+        settings=_settings(pipe, options, plan),
+    )
+
+
+def _check_together(
+    options: StreamOptions, config: StreamConfig, policy: MemoryPolicy, step_cache: Any, session: Any
+) -> None:
+    """Settings that are right each by itself and cannot work together."""
     if session.watches_blocks and (options.fuse_context or session.fuses_context):
         raise StreamvidError(
             f"step cache {options.step_cache!r} watches the blocks of every step, which a fused context pass does "
@@ -86,55 +181,6 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | Non
                 f"step cache {options.step_cache!r} does not fit a joint window, where each forward serves several "
                 "steps at once; leave it out"
             )
-    pipe.sessions.check()
-    geometry = replace(
-        pipe.model.geometry.kv(1, *grid, dtype=pipe.dtype, device=pipe.device),
-        fingerprint=pipe.components.fingerprint,
-    )
-    if codec is None:
-        check_room(geometry, policy, config, len(sampler.branches))
-    if start is None:
-        start = prepare_start(pipe, options, rule, (height, width))
-    engine = Engine(pipe.model, pipe.text_encoder, config, start.condition)
-    sides: dict[str, Side] = {}
-    for branch in sampler.branches:
-        text = options.prompt if branch == "cond" else config.negative_prompt
-        cache = KVCache(
-            geometry,
-            policy,
-            codec,
-            chunk_frames=config.chunk_latents,
-            backend=pipe.attention,
-            sparse=selector,
-            subsets=session.selects_tokens,
-        )
-        embeds = engine.encode(text)
-        sides[branch] = Side(cache, embeds, engine.read(embeds))
-    decoder = None
-    if options.output_type != "latent":
-        from streamvid.vae import make_decoder
-
-        decoder = make_decoder(pipe.vae)
-    state = StreamState(
-        sides=sides,
-        decoder=decoder,
-        step_cache=session,
-        text=options.prompt,
-        at=start.place,
-        rolling=RollingState() if config.joint_window else None,
-    )
-    settings = _settings(pipe, options, config, (height, width), sampler, policy, codec, step_cache, selector)
-    return VideoStream(
-        pipe,
-        options,
-        engine=engine,
-        sampler=sampler,
-        state=state,
-        rule=rule,
-        grid=grid,
-        start=start,
-        settings=settings,
-    )
 
 
 def check_room(geometry: KVGeometry, policy: MemoryPolicy, config: StreamConfig, branches: int) -> None:
@@ -198,37 +244,28 @@ def _codec(spec: Any) -> Any:
     return build(spec, CODECS, "codec")
 
 
-def _settings(
-    pipe: StreamPipeline,
-    options: StreamOptions,
-    config: StreamConfig,
-    size: tuple[int, int],
-    sampler: Any,
-    policy: Any,
-    codec: Any,
-    step_cache: Any,
-    selector: Any,
-) -> dict[str, Any]:
+def _settings(pipe: StreamPipeline, options: StreamOptions, plan: StreamPlan) -> dict[str, Any]:
     """What the stream really runs with, JSON-ready."""
+    config = plan.config
     return {
         "model": pipe.components.path,
         "fingerprint": pipe.components.fingerprint,
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
         "attention": pipe.attention,
-        "height": size[0],
-        "width": size[1],
+        "height": plan.size[0],
+        "width": plan.size[1],
         "fps": config.fps,
         "seed": options.seed,
         "num_frames": options.num_frames,
         "chunk_latents": config.chunk_latents,
-        "timesteps": list(sampler.timesteps),
+        "timesteps": list(plan.sampler.timesteps),
         "guidance_scale": config.guidance_scale,
         "negative_prompt": config.negative_prompt,
-        "memory": describe(policy),
-        "codec": "none" if codec is None else describe(codec),
-        "sparse": "none" if selector is None else describe(selector),
-        "step_cache": describe(step_cache),
+        "memory": describe(plan.policy),
+        "codec": "none" if plan.codec is None else describe(plan.codec),
+        "sparse": "none" if plan.selector is None else describe(plan.selector),
+        "step_cache": describe(plan.step_cache),
         "fuse_context": options.fuse_context,
         "output_type": options.output_type,
     }

@@ -13,7 +13,7 @@ from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.output import check_output_type
-from streamvid.timeline import check_num_frames, resolve_seed
+from streamvid.timeline import check_num_frames, check_size, resolve_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,17 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             raise StreamvidError(f"prompt must be a text, got {type(self.prompt).__name__}")
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            raise StreamvidError(f"negative_prompt must be a text, got {self.negative_prompt!r}")
         check_num_frames(self.num_frames)
         check_output_type(self.output_type)
+        check_size(self.height, self.width)
+        check_guidance(self.guidance_scale)
+        check_steps(self.num_inference_steps)
+        if not isinstance(self.fuse_context, bool):
+            raise StreamvidError(f"fuse_context must be true or false, got {self.fuse_context!r}")
         object.__setattr__(self, "seed", resolve_seed(self.seed))
-        if self.ahead not in (0, 1, 2):
+        if isinstance(self.ahead, bool) or self.ahead not in (0, 1, 2):
             raise StreamvidError(f"ahead must be 0, 1 or 2 chunks, got {self.ahead!r}")
         if self.image is not None and self.video is not None:
             raise StreamvidError("give image= or video=, not both")
@@ -78,8 +85,6 @@ class StreamOptions:
         """The checkpoint's configuration with this stream's sampling settings."""
         changes: dict[str, Any] = {}
         if self.guidance_scale is not None:
-            if not 0 <= self.guidance_scale <= 100:
-                raise StreamvidError(f"guidance_scale must be in 0..100, got {self.guidance_scale}")
             changes["guidance_scale"] = float(self.guidance_scale)
         if self.num_inference_steps is not None:
             changes |= _steps(self.num_inference_steps, config)
@@ -93,9 +98,21 @@ class StreamOptions:
         return result
 
 
-def _steps(count: int, config: StreamConfig) -> dict[str, Any]:
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
+def check_guidance(scale: Any) -> None:
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= 100
+    ):
+        raise StreamvidError(f"guidance_scale must be a number in 0..100, got {scale!r}")
+
+
+def check_steps(count: Any) -> None:
+    if count is not None and (
+        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000
+    ):
         raise StreamvidError(f"num_inference_steps must be a whole number in 1..1000, got {count!r}")
+
+
+def _steps(count: int, config: StreamConfig) -> dict[str, Any]:
     if config.num_inference_steps is not None:
         return {"num_inference_steps": count}
     if count == len(config.denoising_steps):

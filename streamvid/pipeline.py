@@ -200,12 +200,12 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError as error:
-        raise StreamvidError(
-            f"unknown device {device!r} ({str(error).splitlines()[0]}); try cpu or cuda"
-        ) from None
+    except (RuntimeError, TypeError):
+        raise StreamvidError(f"unknown device {device!r} (allowed: cpu, cuda, cuda:N)") from None
     if place.type == "mps":
         raise StreamvidError("device 'mps' has no float64, which the sampler computes in; use cpu")
+    if place.type not in ("cpu", "cuda") or place.type == "cpu" and place.index:
+        raise StreamvidError(f"device {str(device)!r} is not supported (allowed: cpu, cuda, cuda:N)")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise StreamvidError(
             f"device {str(device)!r} is not usable here; `streamvid doctor` says why, cpu always works"

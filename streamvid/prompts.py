@@ -37,6 +37,10 @@ class Transition:
     @classmethod
     def parse(cls, text: str) -> Transition:
         """From ``"cross"``, ``"flush:2"``, ``"blend:4"``, ... Raises StreamvidError naming the nearest."""
+        if not isinstance(text, str):
+            raise StreamvidError(
+                f"a transition must be a text, got {text!r} (allowed: {', '.join(sorted(TRANSITIONS))})"
+            )
         kind, colon, rest = text.partition(":")
         if kind not in TRANSITIONS:
             raise StreamvidError(
@@ -47,7 +51,7 @@ class Transition:
         if kind == "flush" and not colon:
             return cls(kind)
         if kind in ("blend", "flush"):
-            if not rest.isdigit() or not 1 <= int(rest) <= 1000:
+            if not rest.isdecimal() or len(rest) > 4 or not 1 <= int(rest) <= 1000:
                 unit = "chunks" if kind == "blend" else "latent frames"
                 raise StreamvidError(f"transition {text!r}: write {kind}:N with N from 1 to 1000 {unit}")
             return cls(kind, int(rest))
@@ -96,7 +100,7 @@ class PromptQueue:
         self._place = place
         self._cut_restarts = cut_restarts
         self._waiting: dict[int, Change] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def put(
         self,
@@ -143,10 +147,15 @@ class PromptQueue:
     def restart(self, place: Place) -> None:
         """The stream goes on from another place: forget all changes; their receipts say so."""
         with self._lock:
+            self.drop()
+            self._place = place
+
+    def drop(self) -> None:
+        """Forget all changes; their receipts say so."""
+        with self._lock:
             for change in self._waiting.values():
                 change.receipt.status = "dropped"
             self._waiting.clear()
-            self._place = place
 
     def restore(self, changes: list[Change]) -> None:
         """Take over changes that waited when a snapshot was made."""
@@ -156,22 +165,38 @@ class PromptQueue:
     def _find(self, at_frame: int | None, at_chunk: int | None) -> int:
         if at_frame is not None and at_chunk is not None:
             raise StreamvidError("give at_frame or at_chunk, not both")
+        for name, value in (("at_frame", at_frame), ("at_chunk", at_chunk)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise StreamvidError(f"{name} must be a whole number of at least 0, got {value!r}")
         if at_chunk is not None:
             if at_chunk < self._place.chunk:
                 raise StreamvidError(f"chunk {at_chunk} has begun; the next one is {self._place.chunk}")
             return at_chunk
         place = self._place
-        if at_frame is None:
-            return place.chunk
-        while place.frame < at_frame:
+        while at_frame is not None and place.frame < at_frame:
             place = self._next(place)
+            equal = max(0, at_frame - place.frame - 1) // self._rule.frames
+            place = self._skip(place, equal)
         return place.chunk
 
     def _place_of(self, chunk: int) -> Place:
         place = self._place
         while place.chunk < chunk:
             place = self._next(place)
+            place = self._skip(place, chunk - place.chunk)
         return place
+
+    def _skip(self, place: Place, chunks: int) -> Place:
+        """The place so many chunks later, or that of the next cut; they have one length, however many they are."""
+        cuts = [chunk for chunk, change in self._waiting.items() if change.transition is None]
+        chunks = min([chunks, *(chunk - place.chunk for chunk in cuts if chunk >= place.chunk)])
+        if place.restart or chunks <= 0:
+            return place
+        latents = chunks * self._rule.latents
+        frames = chunks * self._rule.frames
+        return replace(
+            place, chunk=place.chunk + chunks, latent=place.latent + latents, frame=place.frame + frames
+        )
 
     def _next(self, place: Place) -> Place:
         change = self._waiting.get(place.chunk)

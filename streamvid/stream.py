@@ -341,6 +341,7 @@ class VideoStream:
             self._maker.stop()
         with self._lock:
             self._unread.clear()
+            self._queue.drop()
             self._state = None  # type: ignore[assignment]
         self._pipe.sessions.leave(self)
 

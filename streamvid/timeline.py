@@ -52,6 +52,11 @@ class ChunkRule:
     temporal: int = 4
     """Pixel frames a latent frame."""
 
+    @property
+    def frames(self) -> int:
+        """Pixel frames of a chunk with which decoding goes on."""
+        return pixel_frames(self.latents, first=False, temporal=self.temporal)
+
     def plan(self, place: Place) -> ChunkPlan:
         """The chunk that comes at ``place``."""
         count = self.first_latents if place.restart else self.latents
@@ -93,9 +98,11 @@ def check_num_frames(num_frames: int | None) -> int | None:
     return num_frames
 
 
-def check_size(height: int, width: int, step: tuple[int, int]) -> None:
-    """Height and width in pixels must be multiples of ``step`` (VAE scale times patch)."""
+def check_size(height: int | None, width: int | None, step: tuple[int, int] = (1, 1)) -> None:
+    """Height and width in pixels must be multiples of ``step`` (VAE scale times patch); None is not checked."""
     for name, value, unit in (("height", height, step[0]), ("width", width, step[1])):
+        if value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise StreamvidError(f"{name} must be a whole number of pixels, got {value!r}")
         if value % unit:

@@ -58,8 +58,20 @@ def to_uint8(frame: Any) -> np.ndarray:
 
 def check_enlarge(factor: Any) -> None:
     """Raises StreamvidError unless the factor is a whole number in 1..16."""
-    if not isinstance(factor, int) or not 1 <= factor <= 16:
+    if isinstance(factor, bool) or not isinstance(factor, int) or not 1 <= factor <= 16:
         raise StreamvidError(f"enlarge must be a whole number in 1..16, got {factor!r}")
+
+
+def check_fps(fps: Any) -> None:
+    """Raises StreamvidError unless this is a rate that MP4 and GIF can both hold."""
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0.01 <= fps <= 1000:
+        raise StreamvidError(f"fps must be a number in 0.01..1000, got {fps!r}")
+
+
+def check_crf(crf: Any) -> None:
+    """Raises StreamvidError unless this is a quality that H.264 knows."""
+    if isinstance(crf, bool) or not isinstance(crf, int) or not 0 <= crf <= 51:
+        raise StreamvidError(f"crf must be a whole number in 0..51, got {crf!r}")
 
 
 class VideoWriter:
@@ -86,10 +98,8 @@ class VideoWriter:
             raise StreamvidError(
                 f"{self.path}: cannot write {suffix or 'a name without suffix'!r}, only {', '.join(SUFFIXES)}"
             )
-        if not 0 < fps <= 1000:
-            raise StreamvidError(f"fps must be over 0 and at most 1000, got {fps}")
-        if not 0 <= crf <= 51:
-            raise StreamvidError(f"crf must be in 0..51, got {crf}")
+        check_fps(fps)
+        check_crf(crf)
         check_enlarge(enlarge)
         self.fps = fps
         self.num_frames = 0

@@ -165,6 +165,9 @@ class PngSink:
 def sequence_name(path: str | os.PathLike[str], index: int) -> Path:
     """The name of picture ``index`` of a PNG sequence written to ``path``."""
     path = Path(path)
-    if re.search(r"%0?\d*d", path.name):
-        return path.with_name(path.name % index)
+    number = re.search(r"%(0?\d*)d", path.name)
+    if number:  # the first pattern only; any other % is a letter like another
+        return path.with_name(
+            path.name[: number.start()] + f"{index:{number[1]}d}" + path.name[number.end() :]
+        )
     return path.with_name(f"{path.stem}-{index:06d}{path.suffix}")

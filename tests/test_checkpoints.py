@@ -1,8 +1,10 @@
 """Checkpoint files and folders: every layout gives the same model, and a wrong one gives one line and nothing else."""
 
+import contextlib
 import json
 import os
 import pickle
+import random
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import tiny_random
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamvid.checkpoint_formats import read_weights
 from streamvid.checkpoint_keys import to_original
 from streamvid.checkpoints import load_components, load_text_encoder, load_transformer, load_vae
 from streamvid.errors import CheckpointError
@@ -124,6 +127,37 @@ def test_truncated_file(tmp_path, name, keep):
     with pytest.raises(CheckpointError, match="damaged or truncated|no tensors") as caught:
         load_components(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_under_numbers_are_none_of_ours(tmp_path):
+    """An optimiser's state, as training leaves it beside the weights."""
+    torch.save({0: torch.zeros(2), "state": {1: torch.zeros(2)}}, tmp_path / "optimiser.pt")
+    with pytest.raises(CheckpointError, match="holds no tensors with names"):
+        read_weights(tmp_path / "optimiser.pt")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "old"])
+def test_a_file_cut_anywhere_is_an_error(kind, tmp_path, tiny_random_model):
+    """Every length that a broken transfer can leave, and bytes that changed."""
+    tensors = {name: value for name, value in tiny_random_model.state_dict().items() if value.numel() < 200}
+    path = tmp_path / ("a.safetensors" if kind == "safetensors" else "a.pt")
+    if kind == "safetensors":
+        save_file({name: value.clone() for name, value in tensors.items()}, path)
+    else:
+        torch.save({"generator": tensors}, path, _use_new_zipfile_serialization=kind == "zip")
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    for length in [*range(20), *(draw.randrange(20, len(whole)) for _ in range(40))]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="damaged or truncated|refused") as error:
+            read_weights(path)
+        assert "\n" not in str(error.value) and "miniz" not in str(error.value)
+    for _ in range(40):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(min(len(whole), 4000))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):  # a byte of a tensor changes no shape
+            read_weights(path)
 
 
 def test_other_files_and_other_models(tmp_path):

@@ -37,8 +37,33 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean 'doctor'" in message and message.count("\n") == 1
 
 
-def test_unknown_option_exits_2() -> None:
-    assert cli.main(["doctor", "--nothing"]) == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["doctor", "--nothing"], "--nothing"),
+        (["generate"], "'prompt'"),
+        (["generate", "a", "b"], "(b)"),
+        (["generate", "a", "-n"], "-n"),
+        (["generate", "a", "-n", "1.5"], "'--num-frames'"),
+        (["generate", "a", "--hieght", "3"], "--height"),
+        (["batch", "a.txt", "--workers", "0"], "'--workers'"),
+        (["bench", "nothing"], "nothing"),
+    ],
+)
+def test_words_that_do_not_fit_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
+    assert said.lower() in shown.err.lower() and "--help" in shown.err
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert "Usage" in shown.out and not shown.err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _main_raising(monkeypatch: pytest.MonkeyPatch, error: Exception, words: list[str]) -> int:
-    def app(args: list[str], prog_name: str) -> None:
+    def app(args: list[str], prog_name: str, standalone_mode: bool) -> None:
         raise error
 
     monkeypatch.setattr(cli, "build_app", lambda words: app)

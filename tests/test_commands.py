@@ -44,10 +44,12 @@ def test_generate_writes_what_was_asked_and_reports_it(tiny_random_folder, tmp_p
         "window:size=9",
     ]
     assert run(*words, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "'a blue star' was not shown" in shown.err
+    report = json.loads(shown.out)
     assert (report["frames"], report["bytes"]) == (21, path.stat().st_size)
     assert report["settings"]["memory"]["size"] == 9 and report["settings"]["height"] == 32
-    assert [(r["chunk"], r["frame"], r["status"]) for r in report["receipts"]] == [(2, 21, "waiting")]
+    assert [(r["chunk"], r["frame"], r["status"]) for r in report["receipts"]] == [(2, 21, "dropped")]
     with VideoReader(path) as reader:
         assert (reader.fps, reader.height, reader.num_frames) == (10, 32, 21)
     assert run(*words) == 0
@@ -78,9 +80,24 @@ BAD = {
     "transition": (["--prompt-at", "9:b", "--transition", "cros"], "did you mean 'cross'"),
     "prompt-at": (["--prompt-at", "b"], "FRAME:PROMPT"),
     "late prompt": (["--prompt-at", "90:b"], "never shows"),
+    "setting given twice": (["--memory", "window:size=9,size=12"], "'size' is given twice"),
+    "rate 0": (["--fps", "0"], "fps must be a number in 0.01..1000"),
+    "rate too low": (["--fps", "0.001"], "fps must be a number in 0.01..1000"),
+    "rate not a number": (["--fps", "nan"], "fps must be a number in 0.01..1000"),
+    "quality": (["--crf", "52"], "crf must be"),
+    "guidance": (["--guidance", "nan"], "guidance_scale must be a number in 0..100"),
+    "steps": (["--steps", "0"], "num_inference_steps must be"),
+    "threads": (["--threads", "9999999999"], "--threads"),
+    "huge size": (["--height", "1600000000"], "GB are free"),
+    "no name": (["-m", ""], "name is empty"),
+    "superscript": (["--prompt-at", "\u00b2:b"], "FRAME:PROMPT"),
+    "long number": (["--transition", "blend:" + "9" * 5000], "N from 1 to 1000"),
     "suffix": (["-o", "x.avi"], "only .mp4, .gif, .png"),
     "device": (["--device", "cuda:99"], "cuda:99"),
     "unknown device": (["--device", "gpu"], "unknown device"),
+    "device without numbers": (["--device", "meta"], "not supported (allowed: cpu"),
+    "other device": (["--device", "xpu"], "not supported (allowed: cpu"),
+    "second cpu": (["--device", "cpu:1"], "not supported (allowed: cpu"),
     "apple": (["--device", "mps"], "has no float64"),
     "dtype": (["--dtype", "int3"], "unknown dtype"),
     "image": (["--image", "x.png"], "this model takes no image"),
@@ -284,7 +301,28 @@ def test_two_workers_make_the_same_clips(tiny_random_folder, prompts, tmp_path, 
             '{"prompt": "a"}\n{"prompt": "a", "num_frame": 3}',
             "line 2: unknown key 'num_frame'; did you mean",
         ),
-        ("a.jsonl", '{"prompt": ', "line 1"),
+        ("a.jsonl", '{"prompt": ', "line 1: is not JSON"),
+        ("a.jsonl", "[" * 100_000, "line 1: is not JSON"),
+        ("a.jsonl", '{"prompt": "a", "seed": ' + "9" * 5000 + "}", "line 1: is not JSON"),
+        ("a.jsonl", '{"prompt": "a", "fps": "x"}', "line 1: fps must be a number"),
+        ("a.jsonl", '{"prompt": "a", "crf": 1.5}', "line 1: crf must be a whole number"),
+        ("a.jsonl", '{"prompt": "a", "enlarge": true}', "line 1: enlarge must be"),
+        ("a.jsonl", '{"prompt": "a", "transition": 3}', "line 1: a transition must be a text"),
+        ("a.jsonl", '{"prompt": "a", "prompt_at": "1:b"}', "line 1: prompt_at must be a list"),
+        ("a.jsonl", '{"prompt": "a", "num_frames": null}', "line 1: a clip of a batch has an end"),
+        ("a.jsonl", '{"prompt": "a", "height": "32"}', "line 1: height must be a whole number"),
+        ("a.jsonl", '{"prompt": "a", "guidance_scale": "x"}', "line 1: guidance_scale must be"),
+        ("a.jsonl", '{"prompt": "a", "fuse_context": "maybe"}', "line 1: fuse_context must be true or false"),
+        ("a.jsonl", '{"prompt": "a", "negative_prompt": 3}', "line 1: negative_prompt must be a text"),
+        (
+            "a.jsonl",
+            '{"prompt": "a"}\n{"prompt": "a", "height": 33}',
+            "line 2: height must be a multiple of 16",
+        ),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "a", "memory": "windw"}', "line 2: unknown memory policy"),
+        ("a.jsonl", '{"prompt": "a", "memory": 3}', "line 1: memory policy must be a text"),
+        ("a.jsonl", '{"prompt": "a", "step_cache": null}', "line 1: step cache must be a text"),
+        ("a.txt", "a\0b", "line 1: holds a zero byte"),
         ("a.jsonl", '["a"]', "line 1: is not a JSON object"),
         ("a.jsonl", '{"num_frames": 3}', "needs a prompt"),
         ("a.jsonl", '{"prompt": "a", "num_frames": 0}', "line 1: num_frames must be"),
@@ -298,6 +336,46 @@ def test_a_bad_prompts_file_is_refused_whole(name, text, said, tiny_random_folde
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_line_is_a_line_whatever_is_in_it(tiny_random_folder, tmp_path, capsys) -> None:
+    """A byte order mark, Windows line ends, and separators that JSON allows inside a text."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(
+        '\ufeff# first\r\n{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "\U0001f388\\u0007"}'.encode()
+    )
+    assert batch(tiny_random_folder, path, tmp_path / "out") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["index"], line["prompt"]) for line in lines] == [(2, "a\u2028b"), (4, "\U0001f388\u0007")]
+
+
+def test_one_batch_at_a_time_writes_into_a_folder(tiny_random_folder, prompts, tmp_path, capsys) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / "manifest.jsonl", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert batch(tiny_random_folder, prompts, tmp_path / "out") == 2
+    assert "another batch is writing there" in capsys.readouterr().err
+    assert batch(tiny_random_folder, prompts, tmp_path / "out") == 0
+
+
+def test_workers_tell_a_mistake_as_one_does(tiny_random_folder, prompts, tmp_path, capfd) -> None:
+    out = tmp_path / "out"
+    assert batch("nowhere", prompts, out, "--workers", 2) == 2
+    message = capfd.readouterr().err
+    assert message.startswith("error: nowhere: no such file") and message.count("\n") == 1
+    assert batch(tiny_random_folder, prompts, out, "--workers", 2, "--codec", "int44") == 2
+    message = capfd.readouterr().err
+    assert "error: line 1: unknown codec 'int44'" in message and message.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_written(tiny_random_folder, prompts, tmp_path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        assert batch(tiny_random_folder, prompts, out) == 2
+        message = capsys.readouterr().err
+        assert "clips cannot be written there" in message and message.count("\n") == 1
 
 
 def test_a_prompts_file_that_is_not_there(tiny_random_folder, tmp_path, capsys) -> None:

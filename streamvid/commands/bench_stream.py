@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from streamvid.commands.common import check_writable
 from streamvid.errors import StreamvidError
 
 SETTINGS = ("model", "attention", "memory", "codec", "step_cache", "steps", "height", "width", "seed")
@@ -44,6 +45,8 @@ def register(app: typer.Typer) -> None:
         as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     ) -> None:
         """How fast a stream is: first frame, chunk period, control latency, late frames, memory, and the floor."""
+        from streamvid.video_io import check_fps
+
         given = {
             name: value
             for name, value in {
@@ -59,6 +62,10 @@ def register(app: typer.Typer) -> None:
         }
         if settings is not None and (given or model != "tiny"):
             raise StreamvidError("give settings as flags or as a file, not both")
+        if fps is not None:
+            check_fps(fps)
+        if output is not None:
+            check_writable(output)
         first = read_settings(settings) if settings is not None else {"model": model} | given
         second = read_settings(vs) if vs is not None else None
         result = _measure(first, second, scale, chunks, repeats, fps, buffer)

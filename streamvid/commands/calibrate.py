@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
         from streamvid.stepcache.calibration import save
 
         texts = read_prompts(prompts)
-        check_writable(output)
+        common.check_writable(output)
         pipe = common.load_model(
             checkpoint,
             device=device,
@@ -81,16 +81,13 @@ def read_prompts(path: Path | None) -> list[str]:
 
     if path is None:
         return list(DEFAULT_PROMPTS)
-    lines = [line.strip() for line in path.read_text().splitlines()]
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")]
+    except OSError as error:
+        raise StreamvidError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise StreamvidError(f"{path}: is not a text file in UTF-8") from None
     prompts = [line for line in lines if line]
     if not prompts:
         raise StreamvidError(f"{path} holds no prompt; write one a line")
     return prompts
-
-
-def check_writable(path: Path) -> None:
-    """Fail before the model is loaded. Raises StreamvidError when the file cannot be written there."""
-    from streamvid.errors import StreamvidError
-
-    if path.is_dir() or not path.parent.is_dir():
-        raise StreamvidError(f"{path} cannot be written: give a file name in a folder that exists")

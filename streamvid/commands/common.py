@@ -5,10 +5,12 @@ Imports no torch until a command runs.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +36,7 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MACHINE),
 ]
 Attention = Annotated[str, typer.Option(help="Attention backend; see doctor.", rich_help_panel=MACHINE)]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, rich_help_panel=MACHINE)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024, rich_help_panel=MACHINE)]
 
 NumFrames = Annotated[
     int, typer.Option("--num-frames", "-n", help="Pixel frames, any number.", rich_help_panel=VIDEO)
@@ -108,6 +110,7 @@ def stream_options(**values: Any) -> dict[str, Any]:
 def show_settings(settings: dict[str, Any]) -> None:
     """What a stream really runs with, on standard error."""
     from rich.console import Console
+    from rich.markup import escape
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
@@ -118,7 +121,9 @@ def show_settings(settings: dict[str, Any]) -> None:
     console = Console(stderr=True, highlight=False)
     shown = {key: value for key, value in settings.items() if key not in ("fingerprint", "output_type")}
     console.print(
-        "[dim]" + "  ".join(f"{key} [/dim]{text(value)}[dim]" for key, value in shown.items()) + "[/dim]"
+        "[dim]"
+        + "  ".join(f"{key} [/dim]{escape(text(value))}[dim]" for key, value in shown.items())
+        + "[/dim]"
     )
 
 
@@ -129,6 +134,7 @@ def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Pro
         yield None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -140,7 +146,7 @@ def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Pro
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total, speed="-", memory="-")
+        task = bar.add_task(escape(label), total=total, speed="-", memory="-")
 
         def update(frames: int, stream: VideoStream) -> None:
             stats = stream.stats()
@@ -148,6 +154,20 @@ def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Pro
             bar.update(task, completed=frames, speed=f"{stats['fps']:.1f}", memory=f"{held / 2**20:.1f} MiB")
 
         yield update
+
+
+def check_writable(path: Path) -> None:
+    """Fail before a model is loaded. Raises StreamvidError when a file of that name cannot be written."""
+    from streamvid.errors import StreamvidError
+
+    if path.is_dir() or not path.parent.is_dir():
+        raise StreamvidError(f"{path} cannot be written: give a file name in a folder that exists")
+    probe = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StreamvidError(f"{path} cannot be written ({error.strerror}); choose another place") from None
 
 
 def stop_on_term() -> None:

@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
         )
         request = ClipRequest(prompt=prompt, options=options, fps=fps, crf=crf, enlarge=enlarge)
         VideoWriter(
-            output, fps or 16.0, crf=crf
+            output, 16.0 if fps is None else fps, crf=crf
         ).abort()  # a name that cannot be written is told before loading
         common.stop_on_term()
         machine = {"device": device, "dtype": dtype, "attention": attention}

@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
         as_json: common.AsJson = False,
     ) -> None:
         """Judge the embedded model (or one in its words) frame by frame: does a video show what its prompt says?"""
-        from streamvid.commands.calibrate import check_writable
+        from streamvid.commands.common import check_writable
         from streamvid.tiny.evaluate import evaluate
 
         if output is not None:

@@ -100,7 +100,7 @@ def register(app: typer.Typer) -> None:
         )
         path = output or Path(clip_name(prompt, seed))
         # A name that cannot be written is told before loading.
-        VideoWriter(path, fps or 16.0, crf=crf).abort()
+        VideoWriter(path, 16.0 if fps is None else fps, crf=crf).abort()
         common.stop_on_term()
         pipe = common.load_model(
             model,
@@ -120,6 +120,13 @@ def register(app: typer.Typer) -> None:
                 on_start=None if as_json else lambda stream: common.show_settings(stream.settings),
                 progress=progress,
             )
+        for receipt in result["receipts"]:
+            if receipt["status"] == "dropped":
+                typer.echo(
+                    f"note: {receipt['text']!r} was not shown: it would have begun with the chunk at frame "
+                    f"{receipt['frame']}, and the clip has {result['frames']} frames",
+                    err=True,
+                )
         if as_json:
             typer.echo(json.dumps(result))
         else:

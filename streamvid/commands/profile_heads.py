@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from streamvid.commands import common
-from streamvid.commands.calibrate import check_writable, read_prompts
+from streamvid.commands.calibrate import read_prompts
+from streamvid.errors import StreamvidError
 
 
 def register(app: typer.Typer) -> None:
@@ -46,9 +48,13 @@ def register(app: typer.Typer) -> None:
         from streamvid.head_profiler import profile_heads as measure
 
         texts = read_prompts(prompts)
-        check_writable(output)
+        common.check_writable(output)
         if picture is not None:
-            check_writable(picture)
+            common.check_writable(picture)
+            if find_spec("matplotlib") is None:
+                raise StreamvidError(
+                    "--picture needs matplotlib; install it with: pip install 'streamvid[eval]'"
+                )
         pipe = common.load_model(checkpoint, device=device, dtype=dtype, attention=attention, threads=threads)
         profile = measure(
             pipe,

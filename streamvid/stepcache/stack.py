@@ -127,8 +127,12 @@ def build_step_cache(spec: str | StepCache, table: Mapping[str, type[StepCache]]
     Raises:
         StreamvidError: unknown name or setting, naming the nearest one.
     """
-    if not isinstance(spec, str):
+    if isinstance(spec, StepCache):
         return spec
+    if not isinstance(spec, str):
+        raise StreamvidError(
+            f"step cache must be a text (name or name:key=value) or an object of one, got {spec!r}"
+        )
     try:
         parts: list[Any] = [build(part.strip(), table, "step cache") for part in re.split(r"\s\+\s", spec)]
     except StreamvidError:
