@@ -151,12 +151,15 @@ class _Setup:
         return isinstance(other, _Setup) and self.key() == other.key()
 
 
+@dataclasses.dataclass(eq=False)
 class _Sizes:
     """Stands in for a codec in a simulation: blocks of the right size, made without running the codec."""
 
-    def __init__(self, codec: KVCodec) -> None:
-        self.codec, self.span_frames = codec, codec.span_frames
-        self.token_wise, self.lossless = codec.token_wise, codec.lossless
+    codec: KVCodec
+
+    def __post_init__(self) -> None:
+        self.span_frames = self.codec.span_frames
+        self.token_wise, self.lossless = self.codec.token_wise, self.codec.lossless
 
     def tier(self, region: str, age: int) -> str:
         return self.codec.tier(region, age)
