@@ -50,13 +50,22 @@ class Ahead:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=60)
 
+    def _make_one(self, stream: VideoStream) -> bool:
+        """Make one more chunk unless enough wait unread besides the one being read. False: nothing was made."""
+        with stream._lock:
+            full = len(stream._unread) > self._chunks
+            if stream._closed or full or stream._ended() or not stream._running.is_set():
+                return False
+            stream._unread.append(stream._produce())
+            return True
+
     def _run(self) -> None:
         while not self._stopped:
             stream = self._stream()
             if stream is None:
                 return
             try:
-                busy = stream._make_ahead(self._chunks)
+                busy = self._make_one(stream)
             except BaseException as error:
                 self._error = error
                 busy = False

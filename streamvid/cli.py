@@ -9,6 +9,7 @@ table's name to the typer app it is given, and add one line to ``COMMANDS``. Kno
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -83,11 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = build_app(words)(args=words, prog_name="streamvid", standalone_mode=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 130
     except Exception as error:
         if hasattr(
             error, "format_message"
         ):  # of click, or of typer's copy of it: the words do not fit the options
             return _usage(error, words)
+        if _stopped:  # an import that is interrupted may tell of anything but the interrupt
+            return 130
         message = None if debug else user_message(error)
         if message is None:
             traceback.print_exc()
@@ -102,7 +107,7 @@ def _usage(error: Any, words: Sequence[str]) -> int:
     message = " ".join(error.format_message().split()).rstrip(".")
     if message:  # empty when a group was called alone: its help has been shown
         command = " ".join(["streamvid", _named_command(words) or words[0]])
-        typer.echo(f"error: {message}; see {command} --help", err=True)
+        typer.echo(f"error: {_one_line(message)}; see {command} --help", err=True)
     return 2
 
 
@@ -151,8 +156,10 @@ def user_message(error: BaseException) -> str | None:
     return None
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: BaseException | str) -> str:
+    """Line breaks become spaces, and what would steer the terminal is spelled out."""
+    text = " ".join(str(error).split())
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def _named_command(words: Sequence[str]) -> str | None:
@@ -192,8 +199,18 @@ def _empty() -> None:
     """Stands in the help for a command that this run does not need."""
 
 
+_stopped: list[int] = []
+"""Signals that asked this process to stop."""
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    _stopped.append(signum)
+    raise KeyboardInterrupt
+
+
 def run() -> None:
     """Entry point of the console script."""
+    signal.signal(signal.SIGINT, _interrupt)
     sys.exit(main())
 
 

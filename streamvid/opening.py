@@ -28,7 +28,7 @@ from streamvid.state import Side, StreamState
 from streamvid.stepcache import build_step_cache
 from streamvid.stepcache.base import NoCache
 from streamvid.stepcache.planning import plan_for
-from streamvid.timeline import ChunkRule, check_size
+from streamvid.timeline import ChunkRule, check_pixels
 
 if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
@@ -231,7 +231,8 @@ def _sizes(
     scale, patch = config.vae_scale_spatial, pipe.model.geometry.patch
     height = config.height if options.height is None else options.height
     width = config.width if options.width is None else options.width
-    check_size(height, width, (scale * patch[0], scale * patch[1]))
+    check_pixels("height", height, scale * patch[0])
+    check_pixels("width", width, scale * patch[1])
     return height, width, (height // scale, width // scale)
 
 

@@ -6,6 +6,7 @@ Knows no model: sizes and seeds are checked here, plug-in names when the plug-in
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.output import check_output_type
-from streamvid.timeline import check_num_frames, check_size, resolve_seed
+from streamvid.timeline import check_num_frames, check_pixels, resolve_seed, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +58,26 @@ class StreamOptions:
             raise StreamvidError(f"prompt must be a text, got {type(self.prompt).__name__}")
         if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
             raise StreamvidError(f"negative_prompt must be a text, got {self.negative_prompt!r}")
-        check_num_frames(self.num_frames)
         check_output_type(self.output_type)
-        check_size(self.height, self.width)
-        check_guidance(self.guidance_scale)
-        check_steps(self.num_inference_steps)
+        self._set("num_frames", check_num_frames(self.num_frames))
+        self._set("seed", resolve_seed(self.seed))
+        for name in ("height", "width"):
+            if getattr(self, name) is not None:
+                self._set(name, check_pixels(name, getattr(self, name)))
+        if self.guidance_scale is not None:
+            self._set("guidance_scale", check_guidance(self.guidance_scale))
+        if self.num_inference_steps is not None:
+            self._set("num_inference_steps", check_steps(self.num_inference_steps))
         if not isinstance(self.fuse_context, bool):
             raise StreamvidError(f"fuse_context must be true or false, got {self.fuse_context!r}")
-        object.__setattr__(self, "seed", resolve_seed(self.seed))
-        if isinstance(self.ahead, bool) or self.ahead not in (0, 1, 2):
+        if whole(self.ahead) is None or self.ahead not in (0, 1, 2):
             raise StreamvidError(f"ahead must be 0, 1 or 2 chunks, got {self.ahead!r}")
         if self.image is not None and self.video is not None:
             raise StreamvidError("give image= or video=, not both")
+
+    def _set(self, name: str, value: Any) -> None:
+        """A number of NumPy's is kept as Python's; else nothing changes after this."""
+        object.__setattr__(self, name, value)
 
     @classmethod
     def make(cls, prompt: str, options: dict[str, Any]) -> StreamOptions:
@@ -85,7 +94,7 @@ class StreamOptions:
         """The checkpoint's configuration with this stream's sampling settings."""
         changes: dict[str, Any] = {}
         if self.guidance_scale is not None:
-            changes["guidance_scale"] = float(self.guidance_scale)
+            changes["guidance_scale"] = self.guidance_scale
         if self.num_inference_steps is not None:
             changes |= _steps(self.num_inference_steps, config)
         if self.negative_prompt is not None:
@@ -98,18 +107,18 @@ class StreamOptions:
         return result
 
 
-def check_guidance(scale: Any) -> None:
-    if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= 100
-    ):
+def check_guidance(scale: Any) -> float:
+    number = float(scale) if isinstance(scale, numbers.Real) and not isinstance(scale, bool) else -1.0
+    if not 0 <= number <= 100:
         raise StreamvidError(f"guidance_scale must be a number in 0..100, got {scale!r}")
+    return number
 
 
-def check_steps(count: Any) -> None:
-    if count is not None and (
-        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000
-    ):
+def check_steps(count: Any) -> int:
+    steps = whole(count)
+    if steps is None or not 1 <= steps <= 1000:
         raise StreamvidError(f"num_inference_steps must be a whole number in 1..1000, got {count!r}")
+    return steps
 
 
 def _steps(count: int, config: StreamConfig) -> dict[str, Any]:

@@ -62,9 +62,9 @@ class VideoChunk:
 
 
 def check_output_type(name: str) -> str:
-    if name not in OUTPUT_TYPES:
+    if not isinstance(name, str) or name not in OUTPUT_TYPES:
         raise StreamvidError(
-            f"unknown output_type {name!r}{nearest(name, OUTPUT_TYPES)} (allowed: {', '.join(OUTPUT_TYPES)})"
+            f"unknown output_type {name!r}{nearest(str(name), OUTPUT_TYPES)} (allowed: {', '.join(OUTPUT_TYPES)})"
         )
     return name
 

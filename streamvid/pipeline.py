@@ -25,6 +25,7 @@ from streamvid.timeline import resolve_seed
 from streamvid.transformer import CausalWan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PATHS = ("path_or_name", "vae", "text_encoder", "tokenizer")
 ENDLESS_REFUSED = "num_frames must be given for a whole clip; for an endless one use pipe.stream(prompt)"
 
 
@@ -58,6 +59,9 @@ def load(
             raise StreamvidError(
                 f"load has no setting {name!r}{nearest(name, known)} (allowed: {', '.join(sorted(known))})"
             )
+    for name, value in (("path_or_name", path_or_name), *parts.items()):
+        if name in PATHS and value is not None and not isinstance(value, str | os.PathLike):
+            raise StreamvidError(f"{name} must be a path or a name, got {value!r}")
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     components = load_components(os.fspath(path_or_name), device=place, dtype=kind, **parts)
@@ -171,7 +175,7 @@ class StreamPipeline:
                 step, steps counted over the whole clip; it may look, or raise to stop, but not replace latents.
             options: as for ``stream``.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
         if not prompts:
             raise StreamvidError("no prompt was given; pass a text or a list of texts")
         if num_frames is None:
@@ -181,6 +185,8 @@ class StreamPipeline:
             raise StreamvidError(
                 f"callback_on_step_end_tensor_inputs can only name 'latents', got {sorted(unknown)}"
             )
+        if callback_on_step_end is not None and not callable(callback_on_step_end):
+            raise StreamvidError(f"callback_on_step_end must be a function, got {callback_on_step_end!r}")
         check_output_type(output_type)
         seeds = _seeds(seed, generator, len(prompts))
         clips = []
@@ -237,7 +243,9 @@ def _seeds(
     """One seed a clip."""
     if generator is not None:
         single = isinstance(generator, torch.Generator)
-        sources: list[Any] = [generator] * count if single else list(generator)  # type: ignore[arg-type]
+        sources: list[Any] = list(generator) if isinstance(generator, list | tuple) else [generator] * count
+        if not all(isinstance(source, torch.Generator) for source in sources):
+            raise StreamvidError("generator must be a torch.Generator, or a list with one for each prompt")
         if len(sources) != count:
             raise StreamvidError(f"{count} prompts need one generator or {count}, got {len(sources)}")
         drawn = [
@@ -245,7 +253,7 @@ def _seeds(
             for g in sources[: 1 if single else count]
         ]
         return drawn * count if single else drawn
-    if isinstance(seed, int):
+    if not isinstance(seed, list | tuple):
         return [resolve_seed(seed)] * count if seed != -1 else [resolve_seed(-1) for _ in range(count)]
     if len(seed) != count:
         raise StreamvidError(f"{count} prompts need one seed or {count}, got {len(seed)}")
@@ -262,7 +270,7 @@ def _step_callback(
         given = {"latents": event["x0"]}
         back = callback(pipe, count, event["info"].timestep, given)
         count += 1
-        if back is not None and back.get("latents", event["x0"]) is not event["x0"]:
+        if isinstance(back, dict) and back.get("latents", event["x0"]) is not event["x0"]:
             raise StreamvidError("callback_on_step_end may look at the latents but not replace them")
 
     return on_step

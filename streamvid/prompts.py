@@ -12,7 +12,7 @@ from typing import Literal
 
 from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
-from streamvid.timeline import ChunkRule, Place
+from streamvid.timeline import ChunkRule, Place, whole
 
 TRANSITIONS = {
     "cross": "the new prompt from that chunk on; keys and values of the past stay as they are",
@@ -166,7 +166,8 @@ class PromptQueue:
         if at_frame is not None and at_chunk is not None:
             raise StreamvidError("give at_frame or at_chunk, not both")
         for name, value in (("at_frame", at_frame), ("at_chunk", at_chunk)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            number = 0 if value is None else whole(value)
+            if number is None or number < 0:
                 raise StreamvidError(f"{name} must be a whole number of at least 0, got {value!r}")
         if at_chunk is not None:
             if at_chunk < self._place.chunk:

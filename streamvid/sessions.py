@@ -28,8 +28,8 @@ class Sessions:
     """
 
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise StreamvidError(f"max_streams must be at least 1, got {limit}")
+        if not isinstance(limit, int) or limit < 1:
+            raise StreamvidError(f"max_streams must be a whole number of at least 1, got {limit!r}")
         self.limit = limit
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()

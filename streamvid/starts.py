@@ -116,6 +116,8 @@ def _newest(video: Any, rule: ChunkRule) -> list[np.ndarray]:
         with VideoReader(video) as reader:
             frames = list(reader)
     else:
+        if not hasattr(video, "__iter__"):
+            raise StreamvidError(f"video must be a path or a list of frames, got {type(video).__name__}")
         frames = [to_uint8(frame) for frame in video]
     least = pixel_frames(rule.first_latents, first=True, temporal=rule.temporal)
     if len(frames) < least:

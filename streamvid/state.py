@@ -86,6 +86,21 @@ class StreamState:
         for side in self.sides.values():
             yield side.cache
 
+    def report(self) -> dict[str, Any]:
+        """Where the stream is, what it holds of the past and what that costs: JSON-ready."""
+        cache = self.sides["cond"].cache
+        return {
+            "chunk": self.at.chunk,
+            "frame": self.at.frame,
+            "latent": self.at.latent,
+            "prompt": self.text,
+            "memory": {name: side.cache.report().to_dict() for name, side in self.sides.items()},
+            "held": cache.held(),
+            "held_by_group": cache.held_by_group(),
+            "bytes": self.nbytes(),
+            "step_cache": self.step_cache.accounting.report(),
+        }
+
     def nbytes(self) -> int:
         """Bytes of all tensors the stream holds, counted from the tensors themselves."""
         held = [

@@ -4,8 +4,9 @@ Pull-based: a chunk is made when its first frame is asked for, so nothing runs a
 timing, and a reader that stops costs nothing. Its context pass is put off until the next chunk is asked for: frames
 leave before it. With ``ahead=1`` or ``2`` a thread makes that many chunks in advance, and no more.
 
-Threads: one reader; ``set_prompt``, ``cut``, ``reset``, ``pause``, ``resume``, ``stats``, ``snapshot``, ``close`` may
-be called from others. Knows nothing of files, checkpoints or how attention is computed.
+Threads: a frame goes to one reader, however many there are; ``set_prompt``, ``cut``, ``reset``, ``pause``, ``resume``,
+``stats``, ``snapshot``, ``close`` may be called from others. Knows nothing of files, checkpoints or how attention is
+computed.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ class VideoStream:
         self._running.set()
         self._paused_by: int | None = None
         self._closed = self._damaged = False
+        self._busy: int | None = None
+        """The thread that is making a chunk."""
         self._maker: Any = None
         pipe.sessions.enter(self)
         self.prefetch(options.ahead)
 
     def prefetch(self, chunks: int) -> None:
         """Have a thread make up to ``chunks`` chunks (0 to 2) in advance of the reader; 0 ends it."""
+        self._check_open()
         if chunks not in (0, 1, 2):
             raise StreamvidError(f"ahead must be 0, 1 or 2 chunks, got {chunks!r}")
         if self._maker is not None:
@@ -95,9 +99,7 @@ class VideoStream:
     @torch.no_grad()
     def _make_chunk(self) -> VideoChunk:
         """Make the next chunk. Whatever stops it half-way leaves the stream as it was before."""
-        state, clock = self._state, Clock()
-        counts, passes = state.step_cache.accounting, self._engine.passes
-        run, skipped = counts.run, counts.skipped
+        state, clock, before = self._state, Clock(), self._passes()
         change = self._queue.begin(state.at)
         given = self._start.latents(state.at.chunk)
         steady = change is None and state.blend is None and given is None
@@ -128,13 +130,14 @@ class VideoStream:
             prompt=state.text,
             transition=None if change is None else change.receipt.transition,
             seconds=clock.seconds,
-            steps={
-                "computed": counts.run - run,
-                "skipped": counts.skipped - skipped,
-                "context": self._engine.passes - passes,
-            },
+            steps={name: count - before[name] for name, count in self._passes().items()},
             memory_bytes=sum(cache.report().total for cache in state.caches()),
         )
+
+    def _passes(self) -> dict[str, int]:
+        """Transformer passes so far."""
+        counts = self._state.step_cache.accounting
+        return {"computed": counts.run, "skipped": counts.skipped, "context": self._engine.passes}
 
     def _denoise(self, plan: ChunkPlan, *, fused: bool) -> Tensor:
         """Noise to clean latents ``[1, f, c, h, w]``; ``fused``: with the context pass that is owed."""
@@ -183,27 +186,28 @@ class VideoStream:
 
     def __next__(self) -> Any:
         """The next frame, in the form of ``output_type``."""
-        chunk = self._next_unread()
-        frame = chunk.frames[0]
-        with self._lock:
-            # A reset from another thread may have dropped the chunk meanwhile; then there is nothing to shorten.
-            if self._unread and self._unread[0] is chunk:
-                self._unread[:1] = [chunk.after(1)] if len(chunk) > 1 else []
-        self._meter.delivered(1)
-        return frame
+        return self._take(whole=False).frames[0]
 
     def chunks(self) -> Iterator[VideoChunk]:
         """Blocks of frames with their metadata: what is unread of the current chunk, then chunk by chunk."""
         while True:
             try:
-                chunk = self._next_unread()
+                chunk = self._take(whole=True)
             except StopIteration:
                 return
-            with self._lock:
-                if self._unread and self._unread[0] is chunk:
-                    del self._unread[0]
-            self._meter.delivered(len(chunk))
             yield chunk
+
+    def _take(self, *, whole: bool) -> VideoChunk:
+        """The oldest unread chunk, of which all frames or the first one are read now."""
+        while True:
+            chunk = self._next_unread()
+            with self._lock:
+                if (
+                    self._unread and self._unread[0] is chunk
+                ):  # else another reader had it, or a reset dropped it
+                    self._unread[:1] = [] if whole or len(chunk) == 1 else [chunk.after(1)]
+                    self._meter.delivered(len(chunk) if whole else 1)
+                    return chunk
 
     def _next_unread(self) -> VideoChunk:
         """The oldest chunk with unread frames; makes one when there is none."""
@@ -226,22 +230,19 @@ class VideoStream:
         self._check_open()
         if self._damaged:
             raise StreamvidError("decoding was stopped half-way through a chunk; call reset() to start again")
-        chunk = self._make_chunk()
-        while chunk.start_frame < 0:  # frames of a clip that is only gone on from
+        self._check_idle("read on")
+        self._busy = threading.get_ident()
+        try:
             chunk = self._make_chunk()
+            while chunk.start_frame < 0:  # frames of a clip that is only gone on from
+                chunk = self._make_chunk()
+        finally:
+            self._busy = None
         self._meter.made(chunk)
         limit = self._limit()
         if limit is not None and chunk.start_frame + len(chunk) > limit:
             chunk = chunk.head(limit - chunk.start_frame)
         return chunk
-
-    def _make_ahead(self, most: int) -> bool:
-        """Make one more chunk unless ``most`` wait unread besides the one being read. False: nothing was made."""
-        with self._lock:
-            if self._closed or len(self._unread) > most or self._ended() or not self._running.is_set():
-                return False
-            self._unread.append(self._produce())
-            return True
 
     def _limit(self) -> int | None:
         """Frames after which the stream ends, in the unit of its output."""
@@ -293,9 +294,7 @@ class VideoStream:
         """
         return self._change(text, None, at_frame, at_chunk)
 
-    def _change(
-        self, text: str, how: Transition | None, at_frame: int | None, at_chunk: int | None
-    ) -> Receipt:
+    def _change(self, text: str, how: Transition | None, at_frame: Any, at_chunk: Any) -> Receipt:
         self._check_open()
         if not isinstance(text, str):
             raise StreamvidError(f"a prompt must be a text, got {type(text).__name__}")
@@ -306,6 +305,7 @@ class VideoStream:
         """Start again at frame 0 with the current prompt and seed. Unread frames and waiting changes are dropped."""
         self._check_open()
         with self._lock:
+            self._check_idle("reset")
             self._unread.clear()
             self._damaged = False
             self._engine.reset(self._state, self._start.place)
@@ -331,10 +331,12 @@ class VideoStream:
 
         self._check_open()
         with self._lock, torch.no_grad():
+            self._check_idle("snapshot")
             return save_stream(path, self)
 
     def close(self) -> None:
         """Free everything the stream holds. A second call does nothing."""
+        self._check_idle("close")
         self._closed = True
         self._running.set()
         if self._maker is not None:
@@ -345,11 +347,18 @@ class VideoStream:
             self._state = None  # type: ignore[assignment]
         self._pipe.sessions.leave(self)
 
+    def _check_idle(self, what: str) -> None:
+        if self._busy == threading.get_ident():
+            raise StreamvidError(
+                f"a step callback cannot {what} the stream that calls it; raise an exception there to stop the chunk"
+            )
+
     def _check_open(self) -> None:
         if self._closed:
             raise StreamvidError("the stream is closed; open another with pipe.stream(...)")
 
     def __enter__(self) -> VideoStream:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -369,8 +378,7 @@ class VideoStream:
         return self._state.text
 
     def watch_attention(self, look: Any) -> None:
-        """Let `look` see each attention call of the conditional branch, as `memory.mass.RegionMass` does; None ends
-        it."""
+        """Let ``look`` see each attention call (as ``memory.mass.RegionMass`` does); None ends it."""
         self._check_open()
         self._state.sides["cond"].cache.watch = look
 
@@ -382,20 +390,11 @@ class VideoStream:
         """Where the stream is and what it costs: JSON-ready."""
         self._check_open()
         with self._lock:
-            state = self._state
             return {
-                "chunk": state.at.chunk,
-                "frame": state.at.frame,
-                "latent": state.at.latent,
-                "prompt": state.text,
+                **self._state.report(),
                 "seed": self.seed,
                 "waiting": [vars(change.receipt).copy() for change in self._queue.waiting()],
                 "paused": not self._running.is_set(),
-                "memory": {name: side.cache.report().to_dict() for name, side in state.sides.items()},
-                "held": state.sides["cond"].cache.held(),
-                "held_by_group": state.sides["cond"].cache.held_by_group(),
-                "bytes": state.nbytes(),
-                "step_cache": state.step_cache.accounting.report(),
                 "context_passes": self._engine.passes,
                 **self._meter.report(),
             }

@@ -5,8 +5,10 @@ The first latent frame after a start is one picture, each later one ``temporal``
 
 from __future__ import annotations
 
+import operator
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from streamvid.errors import StreamvidError
 
@@ -89,34 +91,45 @@ def pixel_frames(num_latents: int, *, first: bool, temporal: int = 4) -> int:
     return num_latents * temporal - (temporal - 1 if first and num_latents else 0)
 
 
-def check_num_frames(num_frames: int | None) -> int | None:
+def whole(value: Any) -> int | None:
+    """A whole number of Python's, NumPy's or PyTorch's as an int; None when it is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_num_frames(num_frames: Any) -> int | None:
     """Any whole number from 1 is allowed; None is an endless stream."""
     if num_frames is None:
         return None
-    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
+    count = whole(num_frames)
+    if count is None or count < 1:
         raise StreamvidError(f"num_frames must be a whole number of at least 1, got {num_frames!r}")
-    return num_frames
+    return count
 
 
-def check_size(height: int | None, width: int | None, step: tuple[int, int] = (1, 1)) -> None:
-    """Height and width in pixels must be multiples of ``step`` (VAE scale times patch); None is not checked."""
-    for name, value, unit in (("height", height, step[0]), ("width", width, step[1])):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise StreamvidError(f"{name} must be a whole number of pixels, got {value!r}")
-        if value % unit:
-            below, above = value // unit * unit, (value // unit + 1) * unit
-            near = f"{below} and {above}" if below else f"{above}"
-            raise StreamvidError(
-                f"{name} must be a multiple of {unit}, got {value}; the nearest allowed sizes are {near}"
-            )
+def check_pixels(name: str, value: Any, unit: int = 1) -> int:
+    """A height or width in pixels must be a multiple of ``unit`` (VAE scale times patch)."""
+    pixels = whole(value)
+    if pixels is None or pixels < 1:
+        raise StreamvidError(f"{name} must be a whole number of pixels, got {value!r}")
+    if pixels % unit:
+        below, above = pixels // unit * unit, (pixels // unit + 1) * unit
+        near = f"{below} and {above}" if below else f"{above}"
+        raise StreamvidError(
+            f"{name} must be a multiple of {unit}, got {pixels}; the nearest allowed sizes are {near}"
+        )
+    return pixels
 
 
-def resolve_seed(seed: int) -> int:
+def resolve_seed(seed: Any) -> int:
     """The seed that is used: 0 to 2**64 - 1 as given, -1 draws one (read it from ``stream.seed``)."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -1 <= seed <= MAX_SEED:
+    number = whole(seed)
+    if number is None or not -1 <= number <= MAX_SEED:
         raise StreamvidError(
             f"seed must be a whole number from 0 to 2**64 - 1, or -1 to draw one, got {seed!r}"
         )
-    return secrets.randbits(64) if seed == -1 else seed
+    return secrets.randbits(64) if number == -1 else number
