@@ -142,7 +142,14 @@ def _checkpoint_tab(hub: Hub) -> None:
             found = inspect_checkpoint(model).to_dict()
         except ValueError as error:
             raise gr.Error(" ".join(str(error).split()), print_exception=False) from None
-        lines = [f"**{Path(found['path']).name}**: {found['layout']}"]
+        # Visitors need not know where things lie here; and a "path" is a file to fetch for Gradio's client.
+        found, *parts = (
+            {"file": each["path"] if hub.choose_models else Path(each["path"]).name}
+            | {name: value for name, value in each.items() if name != "path"}
+            for each in (found, *found["parts"])
+        )
+        found["parts"] = parts
+        lines = [f"**{Path(found['file']).name}**: {found['layout']}"]
         for part in found["parts"]:
             lines.append(
                 f"- {part['part']}: {part['parameters']:,} parameters, {part['num_bytes'] / 1e6:.1f} MB"

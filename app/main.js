@@ -284,8 +284,15 @@ at("dice").onclick = () => {
 };
 at("pace").onchange = () => (stage.pace = at("pace").value);
 at("look").onchange = () => (stage.look = at("look").value);
-at("apply").onclick = () => start();
+function look() {
+  at("stage").scrollIntoView({ block: "nearest" }); // what was asked for is seen there
+}
+at("apply").onclick = () => {
+  look();
+  start();
+};
 at("compare").onclick = () => {
+  look();
   if (!page.running) return start();
   const prompt = at("prompt").value;
   send({ type: "start", settings: { ...page.running, prompt }, compare: { ...wanted(), seed: page.running.seed } });

@@ -121,6 +121,10 @@ def _add_pages(app: FastAPI, gate: Gate) -> None:
     def page() -> FileResponse:
         return FileResponse(HERE / "page.html", media_type="text/html")
 
+    @app.get("/favicon.ico")
+    def icon() -> Response:
+        return Response(status_code=204)
+
     @app.get("/asset/{name}")
     def asset(name: str) -> Response:
         if name not in ASSETS:

@@ -91,6 +91,11 @@ class KVCache(History):
         self.policy = build(policy, POLICIES, "memory policy")
         self.policy.validate(geometry, chunk_frames)
         check(self.policy, self.codec, chunk_frames)
+        if sparse is not None and self.policy.per_frame:
+            raise ValueError(
+                "this memory policy chooses for each latent frame of a chunk what it reads; it cannot be combined "
+                "with a block-sparse rule (sparse); choose one"
+            )
         self.backend, self.shadow, self.retain, self.position_limit = backend, shadow, retain, position_limit
         self.subsets = subsets
         self._slots = self.codec is None
@@ -200,7 +205,7 @@ class KVCache(History):
             keys, values = view.fill(bank, k_group, v_group, self.scratch)
             if self.watch is not None:
                 self.watch(stage, bank, view, q_group, keys)
-            blocks = None
+            blocks = view.blocks
             if self.sparse is not None and tokens is None:
                 blocks = self.sparse.map(key, view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
@@ -304,6 +309,11 @@ class KVCache(History):
         if stage == "context" or self._calls[layer] == 0 or chunk.skip:
             raise ValueError(
                 "a token subset needs a full noisy pass of the same chunk before it, and no skip"
+            )
+        if self.policy.per_frame:
+            raise ValueError(
+                "this memory policy chooses for each latent frame what it reads; passes over some tokens of a "
+                "chunk are not possible with it"
             )
         if not self._slots and not self.subsets:
             raise ValueError(

@@ -89,6 +89,9 @@ class Plan:
     """Additive logit of each visible entry, on top of the log of token counts."""
     select: Tensor | None = None
     """Tokens of the visible entries (concatenated) to keep: int64 ``[b | 1, n]`` or ``[b | 1, n, group heads]``."""
+    sees: list[tuple[int, ...]] | None = None
+    """For each latent frame of the chunk, the visible entries it reads (ascending; the chunk itself is always read);
+    None: all of them. Entries must be whole frames, and the policy must say ``per_frame``."""
 
 
 @dataclass
@@ -116,6 +119,9 @@ class MemoryPolicy:
 
     fusable = True
     """True if ``commit`` only drops entries, so that a context pass may share a forward with the next chunk."""
+
+    per_frame = False
+    """True if plans may use ``sees``: such a policy takes no block-sparse rule and no token subsets beside it."""
 
     def validate(self, geometry: KVGeometry, chunk_frames: int) -> None:
         """Raise ValueError when the settings cannot work with this geometry and chunk size."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamvid.kernels.quantise import joined
 from streamvid.kernels.rope import GridRope, rope_table, rotate
-from streamvid.kernels.types import PackedTensor
+from streamvid.kernels.types import BlockMap, Blocks, PackedTensor
 from streamvid.memory.bank import Bank, Entry
 from streamvid.memory.codecs.base import join, joinable
 from streamvid.memory.policy import Plan
@@ -78,6 +78,8 @@ class View:
     committed: int
     """Tokens before the current ones where ``rows`` is None (after selection)."""
     shadow: bool
+    blocks: BlockMap | None = None
+    """Which frames each frame of the chunk reads, where the plan says so."""
 
     def fill(self, bank: Bank, k: Tensor, v: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Rotated keys and values ``[b, n, group heads, d]`` of this pass; ``k, v``: the whole current chunk."""
@@ -104,7 +106,13 @@ class View:
         The entries' codes are joined into one tensor, a quarter (4 bits) of the bytes that unpacking would write.
         """
         committed = self.pieces[: len(self.plan.visible)]
-        if self.plan.select is not None or not committed or self.table.ndim != 3 or self.table.shape[1] != 1:
+        if (
+            self.plan.select is not None
+            or self.blocks is not None
+            or not committed
+            or self.table.ndim != 3
+            or self.table.shape[1] != 1
+        ):
             return None
         sides: tuple[list[PackedTensor], list[PackedTensor]] = ([], [])
         for piece in committed:
@@ -241,7 +249,31 @@ def resolve(bank: Bank, plan: Plan, rope: GridRope, limit: int, skip: int) -> Vi
         bank.shadow and rows is not None and all(p.entry.rope and p.entry.positions is None for p in ordered)
     )
     query_table = rope.table(tuple(t - base for t in plan.query_t))
-    return View(plan, ordered, rows, table, query_table, _squeeze(bias), base, committed, shadow)
+    blocks = None if plan.sees is None else _frames_seen(bank, plan, pieces, ordered, rope.device)
+    return View(plan, ordered, rows, table, query_table, _squeeze(bias), base, committed, shadow, blocks)
+
+
+def _frames_seen(
+    bank: Bank, plan: Plan, pieces: list[Piece], ordered: list[Piece], device: torch.device
+) -> BlockMap:
+    """``plan.sees`` as a block map: a block is a latent frame, of queries as of keys."""
+    assert plan.sees is not None
+    size = bank.tokens_per_frame
+    if plan.select is not None or any(piece.length != size for piece in ordered):
+        raise ValueError("Plan.sees needs entries of one whole frame each and no token selection")
+    number = {id(piece): i for i, piece in enumerate(ordered)}
+    own = [number[id(piece)] for piece in ordered if not any(piece is past for past in pieces)]
+    rows = [sorted([number[id(pieces[i])] for i in seen] + own) for seen in plan.sees]
+    width = max(map(len, rows))
+    indices = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+    heads = bank.num_heads
+    return BlockMap(
+        indices[None, None].expand(1, heads, -1, -1).contiguous().to(device),
+        counts[None, None].expand(1, heads, -1).contiguous().to(device),
+        Blocks(len(rows) * size, size),
+        Blocks(len(ordered) * size, size),
+    )
 
 
 def _base(bank: Bank, pieces: list[Piece], current: list[Piece], plan: Plan, limit: int) -> int:

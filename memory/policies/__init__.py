@@ -7,6 +7,7 @@ from streamvid.memory.policies.full import Full
 from streamvid.memory.policies.infinity_rope import InfinityRope
 from streamvid.memory.policies.kv_bias import KVBias
 from streamvid.memory.policies.memrope import MemRope
+from streamvid.memory.policies.pyramid import Pyramid
 from streamvid.memory.policies.rolling_forcing import RollingForcing
 from streamvid.memory.policies.rolling_sink import RollingSink
 from streamvid.memory.policies.soft_prune import SoftPrune
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[MemoryPolicy]] = {
     "deep_forcing": DeepForcing,
     "forcing_kv": ForcingKV,
     "dummy_forcing": DummyForcing,
+    "pyramid": Pyramid,
     "tri_attention": TriAttention,
     "kv_bias": KVBias,
     "swift": Swift,

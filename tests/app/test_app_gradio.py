@@ -65,6 +65,10 @@ def test_a_clip_through_the_api_and_mistakes_in_one_sentence(address, outside, t
     for wrong, words in (("windw", "did you mean 'window'"), ("full:size=x", "full")):
         with pytest.raises(Exception, match=words):
             client.predict("red ball", 20, 3, wrong, "none", "none", api_name="/clip")
+    hub.default_model = "tiny"
+    _, found = client.predict("tiny", api_name="/checkpoint")
+    assert "/" not in found["parts"][0]["file"]  # visitors of a server for one model see no folders
+    hub.default_model = "random"
     with pytest.raises(Exception, match="shows one model only"):
         client.predict("/etc/passwd", api_name="/checkpoint")
     assert outside() == []
