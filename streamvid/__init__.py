@@ -4,7 +4,12 @@ Importing this package loads no torch: every public name is resolved on first us
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what a type checker and an editor see of the lazy names
+    from streamvid.errors import StreamvidError
+    from streamvid.pipeline import StreamPipeline, load
+    from streamvid.stream import VideoStream
 
 __version__ = "0.1.0"
 
@@ -15,7 +20,7 @@ _LAZY = {
     "StreamvidError": "streamvid.errors",
 }
 
-__all__ = ["__version__", *_LAZY]
+__all__ = ["StreamPipeline", "StreamvidError", "VideoStream", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

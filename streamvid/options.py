@@ -8,13 +8,34 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.output import check_output_type
 from streamvid.timeline import check_num_frames, check_pixels, resolve_seed, whole
+
+
+class StreamKeywords(TypedDict, total=False):
+    """What ``pipe.stream`` takes beside the prompt, for type checkers: the fields of `StreamOptions`."""
+
+    negative_prompt: str | None
+    num_frames: int | None
+    seed: int
+    height: int | None
+    width: int | None
+    memory: Any
+    codec: Any
+    sparse: Any
+    step_cache: Any
+    guidance_scale: float | None
+    num_inference_steps: int | None
+    fuse_context: bool
+    output_type: str
+    ahead: int
+    image: Any
+    video: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +50,7 @@ class StreamOptions:
     seed: int = 0
     """0 to 2**64 - 1; -1 draws one, which ``stream.seed`` tells."""
     height: int | None = None
+    """Pixels, a multiple of the VAE's scale times the patch; an error names the nearest sizes."""
     width: int | None = None
     memory: Any = None
     """Memory policy: ``"full"``, ``"window:sink=3,frames=9"``, ... or a policy object."""

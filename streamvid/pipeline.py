@@ -6,10 +6,10 @@ of checkpoint layouts (``checkpoints``), of the chunk loop (``stream``) or of fi
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -17,16 +17,30 @@ from streamvid.checkpoints import Components, load_components
 from streamvid.errors import StreamvidError
 from streamvid.memory.spec import nearest
 from streamvid.opening import open_stream
-from streamvid.options import StreamOptions
+from streamvid.options import StreamKeywords, StreamOptions
 from streamvid.output import StreamOutput, check_output_type, join
 from streamvid.sessions import Sessions
 from streamvid.stream import VideoStream
 from streamvid.timeline import resolve_seed
 from streamvid.transformer import CausalWan
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PATHS = ("path_or_name", "vae", "text_encoder", "tokenizer")
 ENDLESS_REFUSED = "num_frames must be given for a whole clip; for an endless one use pipe.stream(prompt)"
+
+
+class LoadParts(TypedDict, total=False):
+    """What ``load`` hands on to ``checkpoints.load_components``, for type checkers."""
+
+    which: str | None
+    lora: Any
+    vae: str | Path | None
+    text_encoder: str | Path | None
+    tokenizer: str | Path | None
+    model_config: Mapping[str, Any] | None
 
 
 def load(
@@ -36,7 +50,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     attention: str = "auto",
     max_streams: int = 16,
-    **parts: Any,
+    **parts: Unpack[LoadParts],
 ) -> StreamPipeline:
     """Load a model for streaming.
 
@@ -47,13 +61,29 @@ def load(
         dtype: of all weights; None is float32 on a CPU and bfloat16 on a GPU.
         attention: attention backend, see ``streamvid doctor``.
         max_streams: how many streams may be open at once.
-        parts: ``which``, ``lora``, ``vae``, ``text_encoder``, ``tokenizer``, ``model_config``, see
-            ``checkpoints.load_components``.
+        which: of a training checkpoint with both, ``"ema"`` or ``"generator"``; None takes the averaged (EMA) weights
+            when there are any.
+        lora: one adapter or several, merged in order: a path, ``"PATH@SCALE"`` or a ``lora.LoraSpec``.
+        vae: a Wan VAE or TAEHV file or folder, in place of the model's own.
+        text_encoder: a UMT5 file or folder, in place of the model's own.
+        tokenizer: its tokenizer's folder.
+        model_config: the transformer's configuration, in place of the ``config.json`` beside its weights.
+
+    Returns:
+        A `StreamPipeline`. It holds weights only; open as many streams on it as memory allows.
 
     Raises:
-        StreamvidError: one sentence on what does not exist, is damaged or does not fit.
+        StreamvidError: one sentence on what does not exist, is damaged or does not fit. Nothing in a weight file is
+            ever run: pickles are read with ``weights_only=True``.
+
+    Example:
+        >>> pipe = streamvid.load("tiny")
+        >>> with pipe.stream("a big red ball bouncing on a navy background", num_frames=9, seed=7) as stream:
+        ...     frames = list(stream)
+        >>> len(frames), frames[0].shape, str(frames[0].dtype)
+        (9, (64, 64, 3), 'uint8')
     """
-    known = set(inspect.signature(load_components).parameters) - {"path_or_name"}
+    known = set(LoadParts.__annotations__)
     for name in parts:
         if name not in known:
             raise StreamvidError(
@@ -110,11 +140,13 @@ class StreamPipeline:
 
     @property
     def device(self) -> torch.device:
-        return next(self.transformer.parameters()).device
+        place: torch.device = next(self.transformer.parameters()).device
+        return place
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.transformer.parameters()).dtype
+        kind: torch.dtype = next(self.transformer.parameters()).dtype
+        return kind
 
     def to(self, device: str | torch.device) -> StreamPipeline:
         """Move all parts. Streams must be closed first; returns itself."""
@@ -131,14 +163,39 @@ class StreamPipeline:
 
     # ---- making video -----------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: str, **options: Any) -> VideoStream:
+    def stream(self, prompt: str, **options: Unpack[StreamKeywords]) -> VideoStream:
         """Open a stream: an iterator over frames, endless unless ``num_frames`` is given.
 
+        Nothing is made before the first frame is asked for. Use it as a context manager, or close it.
+
         Args:
-            prompt: what to show.
-            options: the fields of ``options.StreamOptions``; an unknown name is an error.
+            prompt: what to show; any text.
+            num_frames: pixel frames, any number from 1; None streams without end. The last chunk is cut.
+            seed: 0 to 2**64 - 1; -1 draws one, which ``stream.seed`` tells. Same seed, same frames.
+            height: pixels, a multiple of the VAE's scale times the patch; None is the checkpoint's own.
+            width: as ``height``.
+            output_type: what a frame is: ``"uint8"`` numpy ``[H, W, 3]``, ``"np"`` numpy float32 ``[H, W, 3]`` in 0..1,
+                ``"pt"`` torch float32 ``[3, H, W]`` in 0..1, ``"pil"``, or ``"latent"`` torch ``[c, h, w]``, one a
+                latent frame.
+            memory: KV memory policy, ``"full"``, ``"window:size=12,sink=3"`` (latent frames) or an object; None is the
+                checkpoint's own, by default a window of the trained length with its first chunk as a sink.
+            codec: KV codec, ``"none"``, ``"int4"`` ... or an object.
+            step_cache: step cache in text form, or an object; ``"none"`` computes every step.
+            sparse: block-sparse attention, ``"topk:density=0.25"`` ... or an object; None reads every key.
+            num_inference_steps: transformer passes a chunk, 1 to 1000; None is the checkpoint's own.
+            guidance_scale: 0 to 100; 1 is off. None is the checkpoint's own.
+            negative_prompt: read only with guidance.
+            fuse_context: run the context pass of a chunk with the first step of the next one: same numbers, fewer
+                passes.
+            ahead: chunks (0 to 2) that a thread makes in advance; 0 makes each when its first frame is asked for.
+            image: first frame, for checkpoints that start from one: path, PIL image, array or tensor of the size above.
+            video: clip to go on from, path or frames; its own frames are not given out again.
+
+        Raises:
+            StreamvidError: an option that does not exist (naming the nearest) or cannot work, a part that the model
+                lacks, memory that cannot fit, or ``max_streams`` open already. It is a ValueError.
         """
-        return open_stream(self, StreamOptions.make(prompt, options))
+        return open_stream(self, StreamOptions.make(prompt, dict(options)))
 
     def restore(self, path: str | os.PathLike[str], *, ahead: int = 0) -> VideoStream:
         """Go on with a stream saved by ``stream.snapshot(path)``, bit for bit on the same device.
@@ -148,6 +205,26 @@ class StreamPipeline:
         from streamvid.resume import restore_stream
 
         return restore_stream(self, path, ahead=ahead)
+
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        num_frames: int = ...,
+        *,
+        return_dict: Literal[True] = ...,
+        **options: Any,
+    ) -> StreamOutput: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        num_frames: int = ...,
+        *,
+        return_dict: Literal[False],
+        **options: Any,
+    ) -> tuple[Any, ...]: ...
 
     def __call__(
         self,
@@ -170,10 +247,22 @@ class StreamPipeline:
             prompt: one text, or several.
             num_frames: pixel frames of each clip, any number from 1.
             seed: one for all clips, or one each; ``generator`` draws them instead.
-            output_type: ``np``, ``pt``, ``pil``, ``uint8`` or ``latent``.
+            generator: one ``torch.Generator`` for all clips, or one each. It is drawn from once a clip.
+            output_type: what ``.frames`` is, for b clips of n frames: ``"np"`` float32 ``[b, n, H, W, 3]`` in 0..1,
+                ``"pt"`` float32 ``[b, n, 3, H, W]`` in 0..1, ``"pil"`` b lists of n pictures, ``"uint8"`` numpy
+                ``[b, n, H, W, 3]``, ``"latent"`` ``[b, latent frames, c, h, w]``.
+            return_dict: False returns ``(frames,)``.
             callback_on_step_end: called as ``callback(pipe, step, timestep, {"latents": x0})`` after each denoising
                 step, steps counted over the whole clip; it may look, or raise to stop, but not replace latents.
+            callback_on_step_end_tensor_inputs: ``("latents",)`` is all there is.
             options: as for ``stream``.
+
+        Returns:
+            `StreamOutput` with ``frames`` and the ``seeds`` that made them.
+
+        Raises:
+            StreamvidError: as ``stream``; also for an endless clip, and for numbers of seeds or generators that do not
+                match the prompts.
         """
         prompts: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
         if not prompts:

@@ -148,6 +148,7 @@ class VideoStream:
             num_latents=plan.num_latents,
             kind="first" if plan.first else "normal",
         )
+        latents: Tensor
         shape, model = (1, plan.num_latents, *self._shape), engine.model
         common: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "callback": self.on_step}
         try:
@@ -160,9 +161,10 @@ class VideoStream:
                 return latents
             rides = engine.fused(state) if fused else None
             denoise = engine.denoiser(state)
-            return self._sampler.sample_chunk(
+            latents = self._sampler.sample_chunk(
                 denoise, info, self._noise, shape, step_cache=state.step_cache, fused=rides, **common
             )
+            return latents
         except BaseException:
             engine.abort(state)
             raise
@@ -173,7 +175,8 @@ class VideoStream:
         if decoder is None:
             return latents[0]
         try:
-            return decoder.decode_chunk(latents)[0]
+            frames: Tensor = decoder.decode_chunk(latents)[0]
+            return frames
         except BaseException:
             self._engine.abort(self._state)
             self._damaged = True  # some of the decoder's layers have seen the chunk and some have not

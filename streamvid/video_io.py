@@ -53,7 +53,8 @@ def to_uint8(frame: Any) -> np.ndarray:
         raise StreamvidError(
             f"a floating frame must lie in 0..1, got {low:.3g}..{high:.3g}; rescale it first"
         )
-    return np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
+    whole: np.ndarray = np.rint(np.clip(frame, 0.0, 1.0) * 255.0).astype(np.uint8)
+    return whole
 
 
 def check_enlarge(factor: Any) -> None:
@@ -269,7 +270,7 @@ def _glob_safe(name: str) -> str:
 def _alive(pid: int) -> bool:
     import psutil
 
-    return psutil.pid_exists(pid)
+    return bool(psutil.pid_exists(pid))
 
 
 def _remove(part: Path) -> None:

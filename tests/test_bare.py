@@ -72,3 +72,11 @@ def test_doctor_names_the_fallback_and_what_is_missing() -> None:
     assert findings["package", "gradio"]["remedy"] == "pip install 'streamvid[app]'"
     assert findings["attention", "sdpa on cpu"]["usable"]
     assert not findings["device", "cuda"]["usable"]
+
+
+def test_diffusers_imports_beside_our_folders() -> None:
+    """``kernels`` is also a package that diffusers looks for; ours must not be taken for it."""
+    code = "import diffusers, streamvid.kernels; diffusers.WanTransformer3DModel"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

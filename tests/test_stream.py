@@ -41,7 +41,7 @@ def equal(left, right) -> bool:
 # ---- lengths, forms, prefixes (cases 1, 7) ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 9, 10, 12, 13, 20])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9, 10, 12, 13, 20, 81])
 def test_any_frame_count(pipe, count: int) -> None:
     frames = list(pipe.stream(A, num_frames=count))
     assert len(frames) == count
