@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamvid.memory.files import write_whole
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.spec import nearest
 
@@ -34,10 +35,7 @@ class HeadProfile:
 
     def save(self, path: str | Path) -> None:
         """Write the file; a half-written one never stands under the final name."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> HeadProfile:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,11 @@ def _make(todo: list[Job], model: dict[str, Any], workers: int) -> Iterator[tupl
             futures = {pool.submit(_work, job): job for job in todo}
             for future in as_completed(futures):
                 yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise StreamvidError(
+                "a worker process was ended from outside, most likely for want of memory; run the same line again, "
+                "with fewer --workers, to make what is missing"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 

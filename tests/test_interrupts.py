@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamvid import cli
@@ -105,3 +106,20 @@ def test_a_killed_batch_goes_on(tiny_random_folder, tmp_path: Path, capsys, how:
     ]
     assert len(kept) >= recorded, "finished clips are not made again"
     assert not list(out.glob(".*")) and len(list(out.glob("*.mp4"))) == 5
+
+
+def test_a_worker_that_is_killed_is_told_and_the_rest_is_kept(tiny_random_folder, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "p.txt", tmp_path / "out"
+    prompts.write_text("\n".join(f"prompt {index}" for index in range(6)))
+    words = ["batch", prompts, "-m", tiny_random_folder, "-o", out, "-n", 200, *SMALL, "--workers", 2]
+    process = start(*words)
+    wait_for(process, lambda: bytes_in(out, "manifest.jsonl"))
+    workers = [
+        child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline())
+    ]
+    workers[0].kill()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2 and "a worker process was ended from outside" in said
+    assert "Traceback" not in said
+    for line in (out / "manifest.jsonl").read_text().splitlines():
+        assert (out / json.loads(line)["file"]).is_file()

@@ -11,6 +11,7 @@ import typer
 
 from streamvid.commands.common import check_writable
 from streamvid.errors import StreamvidError
+from streamvid.memory.files import write_whole
 
 SETTINGS = ("model", "attention", "memory", "codec", "step_cache", "steps", "height", "width", "seed")
 CLOCK = (
@@ -71,9 +72,7 @@ def register(app: typer.Typer) -> None:
         result = _measure(first, second, scale, chunks, repeats, fps, buffer)
         text = json.dumps(result, indent=1)
         if output is not None:
-            temporary = output.with_suffix(".tmp")
-            temporary.write_text(text + "\n")
-            temporary.replace(output)
+            write_whole(output, text + "\n")
         if as_json:
             typer.echo(text)
         else:

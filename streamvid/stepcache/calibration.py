@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from streamvid.errors import ProfileError
+from streamvid.memory.files import write_whole
 from streamvid.stepcache.base import Session
 
 FORMAT = 1
@@ -51,10 +52,7 @@ def make_key(
 
 def save(path: str | Path, key: dict[str, Any], values: dict[str, Any]) -> None:
     """Write a calibration file; a half-written one never stands under the final name."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"format": FORMAT, "key": key, "values": values}, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps({"format": FORMAT, "key": key, "values": values}, indent=1) + "\n")
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
