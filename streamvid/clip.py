@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,7 +144,8 @@ def _write(stream: VideoStream, writer: VideoWriter, progress: Progress | None) 
     try:
         for chunk in stream.chunks():
             for frame in chunk.frames:
-                writer.add(frame)
+                with _uninterrupted():
+                    writer.add(frame)
             stats = stream.stats()
             if progress is not None:
                 progress(writer.num_frames, stream)
@@ -149,6 +153,25 @@ def _write(stream: VideoStream, writer: VideoWriter, progress: Progress | None) 
         if stream.options.num_frames is not None or not writer.num_frames:
             raise
     return stats
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the frame is written and counted, so that the count is that of the file."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *event: came.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if came:
+        if callable(before):
+            before(*came[0])
+        else:
+            raise KeyboardInterrupt
 
 
 def _receipt(receipt: Receipt) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import pytest
@@ -81,6 +82,7 @@ def test_a_watching_policy_is_not_shown_token_subsets():
 
     g, seen = KVGeometry(layers=1, heads=2, head_dim=8, grid=(2, 2)), []
 
+    @dataclass(kw_only=True)
     class Watching(MemoryPolicy):
         def observe(self, bank, look):
             seen.append(look.rotate_q().shape[1])
