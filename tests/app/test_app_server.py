@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 
 import numpy as np
 import pytest
@@ -68,11 +67,7 @@ def test_a_tab_from_hello_to_a_saved_clip(hub, tmp_path):
                 assert len(list(reader)) == 5 == int(answer.headers["X-Frames"])
             refused = client.put(f"/tab/{token}/start/clip.txt", content=b"x")
             assert refused.status_code == 413 and ".txt" in refused.json()["text"]
-        patience = time.monotonic() + 30  # the server hears of the closed tab a moment later
-        while hub.num_streams() and time.monotonic() < patience:
-            time.sleep(0.05)
-        assert hub.num_streams() == 0 and hub.nbytes() == 0
-        assert client.get(f"/tab/{token}/clip.mp4").status_code == 404
+    assert hub.num_streams() == 0 and hub.nbytes() == 0  # the browser tests close one tab of a living server
 
 
 def test_a_stream_goes_on_from_an_uploaded_clip(hub, tmp_path):
