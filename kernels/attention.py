@@ -289,11 +289,12 @@ def _collect(
     if len(groups) == 1:
         out, lse = results[0]
     else:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        out, lse = torch.empty_like(q), None
+        if return_lse:
+            lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for (heads, _), (part, part_lse) in zip(groups, results, strict=True):
             _put(out, heads, 2, part)
-            if return_lse:
+            if lse is not None:
                 assert part_lse is not None
                 _put(lse, heads, 1, part_lse)
     if not return_lse:

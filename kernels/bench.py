@@ -97,7 +97,12 @@ def tensors(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Ten
 
 
 def cpu_cases(shape: Shape) -> list[Case]:
-    """Dense, dense with a mask, ragged heads as groups, and block-sparse at three densities."""
+    """Dense, dense with a mask, ragged heads as groups, and block-sparse at three densities.
+
+    Half of the heads are static in two ways: they alone keep little (the other half reads the whole window), and as
+    Forcing-KV keeps keys: static heads the sink, the newest committed frame and the current chunk, dynamic heads one
+    frame more.
+    """
     q, k, v = tensors(shape, torch.device("cpu"), torch.float32)
     size = shape.grid[0] * shape.grid[1]
     half = shape.heads // 2
@@ -112,10 +117,17 @@ def cpu_cases(shape: Shape) -> list[Case]:
         k[:, kept, half:].contiguous(), v[:, kept, half:].contiguous(), heads=range(half, shape.heads)
     )
     share = (half * shape.keys + (shape.heads - half) * len(kept)) / (shape.heads * shape.keys)
+    forcing, frames = [], 0
+    for past, heads in ((2, range(half)), (1, range(half, shape.heads))):
+        recent = torch.arange(shape.keys - shape.queries - past * size, shape.keys)
+        rows = torch.cat([torch.arange(size), recent])
+        forcing.append(KVView(*(x[:, rows][:, :, list(heads)] for x in (k, v)), heads=heads))
+        frames += len(rows) * len(heads)
     cases = [
         Case("dense", lambda: attend(q, [KVView(k, v)])),
         Case("half static, dense with mask", lambda: attend(q, [KVView(k, v, bias=bias)])),
         Case("half static, grouped", lambda: attend(q, [dynamic, static]), share),
+        Case("forcing_kv, grouped", lambda: attend(q, forcing), frames / (shape.heads * shape.keys)),
     ]
     for density in (0.5, 0.25, 0.125):
         rule = TopK(density=density, sink=density >= 0.25, current=density >= 0.25, last=int(density >= 0.25))

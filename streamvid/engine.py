@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamvid.config import StreamConfig
 from streamvid.errors import StreamvidError
+from streamvid.kernels.cross import AnnCA
 from streamvid.memory.policy import overrides
 from streamvid.prompt import PromptState
 from streamvid.rolling import JointDenoiser, joint_denoiser
@@ -33,15 +34,22 @@ class Engine:
         config: the stream's configuration.
         condition: ``[1, n, c, h, w]``, what an image-to-video model reads beside latent frame 0, 1, ...; from ``n - 1``
             on it stays the same. None for other models.
+        cross: which tokens of a prompt are read; None is all.
     """
 
     def __init__(
-        self, model: CausalWan, text: Any, config: StreamConfig, condition: Tensor | None = None
+        self,
+        model: CausalWan,
+        text: Any,
+        config: StreamConfig,
+        condition: Tensor | None = None,
+        cross: AnnCA | None = None,
     ) -> None:
         self.model = model
         self.text = text
         self.config = config
         self.condition = condition
+        self.cross = cross
         self.passes = 0
         """Context passes run, re-encodings included."""
 
@@ -57,7 +65,7 @@ class Engine:
 
     def read(self, embeds: Tensor) -> PromptState:
         """What the model's layers take of a text embedding."""
-        return self.model.prepare_prompt(embeds)
+        return self.model.prepare_prompt(embeds, rule=self.cross)
 
     def set_embeds(self, side: Side, embeds: Tensor) -> None:
         """Make ``embeds`` what a side reads of the text from now on."""

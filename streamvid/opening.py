@@ -13,6 +13,7 @@ import torch
 from streamvid.config import StreamConfig
 from streamvid.engine import Engine
 from streamvid.errors import MemoryBudgetError, StreamvidError
+from streamvid.kernels.cross import CROSS_SELECTORS
 from streamvid.kernels.selectors import SELECTORS
 from streamvid.memory.cache import KVCache
 from streamvid.memory.geometry import KVGeometry
@@ -49,6 +50,7 @@ class StreamPlan:
     policy: MemoryPolicy
     codec: Any
     selector: Any
+    cross: Any
     step_cache: Any
     session: Any
     geometry: KVGeometry
@@ -74,6 +76,7 @@ def plan_stream(pipe: StreamPipeline, options: StreamOptions) -> StreamPlan:
     )
     codec = _codec(config.codec if options.codec is None else options.codec)
     selector = None if options.sparse is None else build(options.sparse, SELECTORS, "block selection rule")
+    cross = None if options.cross is None else build(options.cross, CROSS_SELECTORS, "prompt token rule")
     step_cache = build_step_cache(options.step_cache)
     session = step_cache.open(
         plan_for(
@@ -102,6 +105,7 @@ def plan_stream(pipe: StreamPipeline, options: StreamOptions) -> StreamPlan:
         policy,
         codec,
         selector,
+        cross,
         step_cache,
         session,
         geometry,
@@ -120,7 +124,7 @@ def open_stream(pipe: StreamPipeline, options: StreamOptions, start: Start | Non
     pipe.sessions.check()
     if start is None:
         start = prepare_start(pipe, options, plan.rule, plan.size)
-    engine = Engine(pipe.model, pipe.text_encoder, plan.config, start.condition)
+    engine = Engine(pipe.model, pipe.text_encoder, plan.config, start.condition, plan.cross)
     sides: dict[str, Side] = {}
     for branch in plan.sampler.branches:
         text = options.prompt if branch == "cond" else plan.config.negative_prompt
@@ -266,6 +270,7 @@ def _settings(pipe: StreamPipeline, options: StreamOptions, plan: StreamPlan) ->
         "memory": describe(plan.policy),
         "codec": "none" if plan.codec is None else describe(plan.codec),
         "sparse": "none" if plan.selector is None else describe(plan.selector),
+        "cross": "none" if plan.cross is None else describe(plan.cross),
         "step_cache": describe(plan.step_cache),
         "fuse_context": options.fuse_context,
         "output_type": options.output_type,

@@ -28,6 +28,7 @@ class StreamKeywords(TypedDict, total=False):
     memory: Any
     codec: Any
     sparse: Any
+    cross: Any
     step_cache: Any
     guidance_scale: float | None
     num_inference_steps: int | None
@@ -58,6 +59,8 @@ class StreamOptions:
     """KV codec: ``"none"``, ... or a codec object."""
     sparse: Any = None
     """Block-sparse attention: a selection rule (``"topk:density=0.25"``, ...) or an object; None reads every key."""
+    cross: Any = None
+    """Cross-attention: which prompt tokens are read (``"annca:density=0.25"``) or an object; None reads all."""
     step_cache: Any = "none"
     """Step cache in text form, or an object."""
     guidance_scale: float | None = None

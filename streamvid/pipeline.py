@@ -182,6 +182,7 @@ class StreamPipeline:
             codec: KV codec, ``"none"``, ``"int4"`` ... or an object.
             step_cache: step cache in text form, or an object; ``"none"`` computes every step.
             sparse: block-sparse attention, ``"topk:density=0.25"`` ... or an object; None reads every key.
+            cross: which prompt tokens cross-attention reads, ``"annca:density=0.25"`` or an object; None reads all.
             num_inference_steps: transformer passes a chunk, 1 to 1000; None is the checkpoint's own.
             guidance_scale: 0 to 100; 1 is off. None is the checkpoint's own.
             negative_prompt: read only with guidance.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from streamvid.kernels.cross import AnnCA
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,21 @@ class PromptState:
     image_k: tuple[Tensor, ...] | None = None
     """Per layer ``[b, image_len, heads, head_dim]`` of models that cross-attend to an image embedding."""
     image_v: tuple[Tensor, ...] | None = None
+    equal_rows: int = 1
+    """How many rows at the end are equal: the padding after a prompt, which the models attend to as well. They are
+    read as one row whose logit is raised by the log of their number, which is the same (TempCache's merge identity)."""
+    rule: AnnCA | None = None
+    """Chooses the text tokens that are read (see `streamvid.kernels.cross`); None reads all."""
+
+    def text(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and bias (``[n]`` or None) of the text as a layer reads them."""
+        k, v = self.k[layer], self.v[layer]
+        if self.equal_rows == 1:
+            return k, v, None
+        rows = k.shape[1] - self.equal_rows + 1
+        bias = torch.zeros(rows, device=k.device)
+        bias[-1] = math.log(self.equal_rows)
+        return k[:, :rows], v[:, :rows], bias
 
     @property
     def batch(self) -> int:

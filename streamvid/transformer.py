@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamvid.errors import StreamvidError
 from streamvid.geometry import ModelGeometry
+from streamvid.kernels.cross import AnnCA, cross_attention
 from streamvid.memory.cache import KVCache
 from streamvid.memory.fused import FusedPass
 from streamvid.modulation import Modulation, Timestep, TimeTables
@@ -41,11 +42,16 @@ def layer_norm(x: Tensor, norm: Any) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain attention, ``[b, n, heads, d]``; keys and values of one item serve all."""
-    k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return out.transpose(1, 2)
+def _equal_rows(embeds: Tensor) -> int:
+    """How many rows at the end of ``[b, n, dim]`` are zero in every item, 1 if none.
+
+    Only on a CPU: there, fewer keys are less time; on a GPU a call with a bias leaves the fastest kernels, and shapes
+    that change with the prompt would be compiled anew.
+    """
+    if embeds.device.type != "cpu":
+        return 1
+    written = embeds.any(-1).any(0).nonzero()
+    return max(1, embeds.shape[1] - (int(written[-1]) + 1 if len(written) else 0))
 
 
 class CausalWan:
@@ -77,12 +83,15 @@ class CausalWan:
         self._times.clear()
 
     @torch.no_grad()
-    def prepare_prompt(self, text_embeds: Tensor, image_embeds: Tensor | None = None) -> PromptState:
+    def prepare_prompt(
+        self, text_embeds: Tensor, image_embeds: Tensor | None = None, *, rule: AnnCA | None = None
+    ) -> PromptState:
         """Text MLP and the cross-attention keys and values of all layers.
 
         Args:
             text_embeds: ``[b, text_len, text_dim]``; all rows are attended to, zero rows too, as in the reference.
             image_embeds: ``[b, image_len, image_dim]`` for models that cross-attend to an image.
+            rule: chooses the text tokens that are read; None reads all.
 
         Raises:
             StreamvidError: the widths are not the model's, or the image embedding is missing or not taken.
@@ -102,10 +111,10 @@ class CausalWan:
         pairs = [self._text_kv(block.attn2, text) for block in blocks]
         k, v = zip(*pairs, strict=True)
         if image_embeds is None:
-            return PromptState(k, v)
+            return PromptState(k, v, equal_rows=_equal_rows(text_embeds), rule=rule)
         image = embedder.image_embedder(image_embeds.to(self.device, self.dtype))
         image_k, image_v = zip(*[self._image_kv(block.attn2, image) for block in blocks], strict=True)
-        return PromptState(k, v, image_k, image_v)
+        return PromptState(k, v, image_k, image_v, _equal_rows(text_embeds), rule)
 
     @torch.no_grad()
     def __call__(
@@ -349,9 +358,9 @@ class CausalWan:
     def _cross(self, layer: int, x: Tensor, prompt: PromptState) -> Tensor:
         attn = self.model.blocks[layer].attn2
         q = self._split(rms_norm(attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps))
-        out = _attention(q, prompt.k[layer], prompt.v[layer])
+        out = cross_attention(q, *prompt.text(layer), prompt.rule)
         if prompt.image_k is not None and prompt.image_v is not None:
-            out = out + _attention(q, prompt.image_k[layer], prompt.image_v[layer])
+            out = out + cross_attention(q, prompt.image_k[layer], prompt.image_v[layer])
         return self._project(attn, out)
 
     def _head(self, h: Tensor, modulation: Modulation, x: Tensor, tokens: Tensor | None) -> Tensor:

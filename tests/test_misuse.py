@@ -39,6 +39,8 @@ OPTIONS: list[tuple[str, Any]] = [
     ("memory", dict),
     ("codec", object()),
     ("sparse", ["topk"]),
+    ("cross", ["annca"]),
+    ("cross", "annca:density=2"),
     ("step_cache", None),
     ("guidance_scale", float("nan")),
     ("guidance_scale", "2"),
@@ -61,6 +63,7 @@ def test_an_option_that_is_none_is_one_sentence_that_names_it(pipe, name: str, v
     with pytest.raises(ValueError) as error:
         pipe.stream("a", **(SIZE | {name: value}))
     words = {"memory": "memory policy", "step_cache": "step cache", "sparse": "selection rule"}
+    words["cross"] = "density" if "density" in str(value) else "prompt token rule"
     assert words.get(name, name) in str(error.value) and "\n" not in str(error.value)
     assert len(pipe.sessions) == 0
 

@@ -187,6 +187,18 @@ def test_sparse_attention_that_reads_everything_is_exact(pipe) -> None:
         pipe.stream(A, sparse="topl")
 
 
+def test_some_prompt_tokens_can_be_left_out(pipe) -> None:
+    plain = latents(pipe, 2)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain, latents(pipe, 2, cross="annca:density=1"), strict=True)
+    )
+    assert not torch.equal(plain[0], latents(pipe, 2, cross="annca:density=0.1")[0])
+    with pytest.raises(ValueError, match="did you mean 'annca'"):
+        pipe.stream(A, cross="anca")
+    with pipe.stream(A, cross="annca:bits=8") as stream:
+        assert stream.settings["cross"] == {"name": "AnnCA", "density": 0.25, "bits": 8, "seed": 0}
+
+
 def test_token_subsets_work_with_a_codec(pipe) -> None:
     with pipe.stream(
         A, output_type="latent", codec="int8", step_cache="tokens:ratio=0.5", num_inference_steps=4

@@ -66,6 +66,10 @@ Codec = Annotated[str | None, typer.Option(help="KV codec.", rich_help_panel=PLU
 Sparse = Annotated[
     str | None, typer.Option(help="Block-sparse attention, e.g. topk:density=0.25.", rich_help_panel=PLUGINS)
 ]
+Cross = Annotated[
+    str | None,
+    typer.Option(help="Prompt tokens that are read, e.g. annca:density=0.25.", rich_help_panel=PLUGINS),
+]
 StepCache = Annotated[str, typer.Option(help="Step cache.", rich_help_panel=PLUGINS)]
 FuseContext = Annotated[
     bool,
