@@ -106,10 +106,19 @@ def _show(result: dict[str, Any]) -> None:
         table.add_row(name, *(f"{row[column]:.3f}" for column in columns))
     console = Console()
     console.print(table)
-    skip = {*columns, "ceilings", "gate", "counts", "options"}
+    skip = {*columns, "ceilings", "gate", "counts", "options", "sink"}
     for key, value in result.items():
         if key not in skip:
             console.print(f"{key:26} {value:.3f}", highlight=False)
+    if "sink" in result:
+        found = result["sink"]
+        table = Table(
+            "", "with", "without", "difference, 95 %", title="a sink beside one chunk, 1,000 frames"
+        )
+        for key, (mean, half) in found["difference"].items():
+            values = (f"{found[name][key]:.3f}" for name in ("with", "without"))
+            table.add_row(key, *values, f"{mean:+.3f} ± {half:.3f}")
+        console.print(table)
     for key, value in result.get("gate", {}).items():
         shown = ", ".join(f"{v:.2f}" for v in value) if isinstance(value, tuple | list) else f"{value:.3f}"
         console.print(f"VAE alone, 241 frames: {key:16} {shown}", highlight=False)

@@ -25,6 +25,11 @@ CLIP_FRAMES, LONG_FRAMES, VERY_LONG_FRAMES = 81, 240, 1000
 SWITCH_FRAME, SWITCH_WITHIN, SWITCH_SHOWN = 60, 24, 64
 JUMP = 4.0  # pixels between two frames from which a change of colour alone counts as a jump
 NO_SINK = "window:size=18,sink=0,positions=slot"  # the shipped window without its sink
+ONE_CHUNK = {  # one chunk of recent frames, with a sink of another and without
+    "with": "window:size=6,sink=3,positions=slot",
+    "without": "window:size=3,sink=0,positions=slot",
+}
+LATE_FRAMES = 240  # the end of a very long clip, in which what was lost shows
 BEST_FOR_LONG = "window:size=18,sink=3,positions=slot"  # of docs/policies.md, at 1,000 frames
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
@@ -160,7 +165,8 @@ def evaluate(
     `fps` (generation alone, text to uint8) of those; `identity_240 accuracy_240` over `long_clips` of 240
     frames with the stream's own memory, `identity_240_no_sink accuracy_240_no_sink` over the same with a
     window without a sink; `identity_1000` over `very_long_clips`; `switch` over `switches` random
-    changes, `colour_switch_jumps` (part of changes of the colour alone in which the object jumps);
+    changes, `colour_switch_jumps` (part of changes of the colour alone in which the object jumps); `sink`
+    is `sink_effect` over `very_long_clips`;
     `first_frame_seconds` of a loaded model; `gate` and `ceilings` of the VAE and of clean renders.
     `options` are stream options, such as `memory` or `codec`; `progress(part, done, total)` is called after
     each clip.
@@ -191,6 +197,8 @@ def evaluate(
         if seen:
             result[f"identity_{name}"] = float(np.mean([v.identity for v in seen]))
             result[f"accuracy_{name}"] = float(np.mean([v.right for v in seen]))
+    if very_long_clips > 1:
+        result["sink"] = sink_effect(pipe, wanted[:very_long_clips], progress, **options)
     if switches:
         result.update(_switches(pipe, wanted[:switches], progress, **options))
     if with_ceilings:
@@ -203,6 +211,43 @@ def evaluate(
         "very_long_clips": very_long_clips,
         "switches": switches,
     }
+    return result
+
+
+def sink_effect(
+    pipe: Any, wanted: list[Attributes], progress: Progress | None = None, **options: Any
+) -> dict[str, Any]:
+    """What a sink holds when the recent frames alone do not: 1,000 frames with one chunk of them, with and
+    without a sink.
+
+    The clips are pairs of one prompt and seed; all but `identity` is judged over the last 240 frames.
+    Returns means `with` and `without`, and `difference` (without minus with): mean and half-width of its
+    95 % interval over pairs. `memory` in `options` is left out, as the two windows are the question.
+    """
+    options = {key: value for key, value in options.items() if key != "memory"}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ONE_CHUNK}
+    for index, attributes in _told(enumerate(wanted), "with and without a sink", progress):
+        for name, memory in ONE_CHUNK.items():
+            frames = stream_clip(pipe, attributes, VERY_LONG_FRAMES, 100 + index, memory=memory, **options)
+            seen = observe(frames)
+            late = judge(frames[-LATE_FRAMES:], attributes, seen=seen.part(slice(-LATE_FRAMES, None)))
+            rows[name].append(
+                {
+                    "identity": float(judge(frames, attributes, seen=seen).identity),
+                    "colour_frames": late.colour_frames,
+                    "background_frames": late.background_frames,
+                    "background_error": late.background_error,
+                    "shape_frames": late.shape_frames,
+                    "motion": float(late.motion),
+                }
+            )
+    result: dict[str, Any] = {"memory": ONE_CHUNK, "clips": len(wanted), "difference": {}}
+    for name, values in rows.items():
+        result[name] = {key: float(np.mean([row[key] for row in values])) for key in values[0]}
+    for key in rows["with"][0]:
+        gaps = np.array([b[key] - a[key] for a, b in zip(rows["with"], rows["without"], strict=True)])
+        half = 1.96 * gaps.std(ddof=1) / np.sqrt(len(gaps))
+        result["difference"][key] = [float(gaps.mean()), float(half)]
     return result
 
 
