@@ -49,6 +49,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "bench_gpu_forward",
         "Whole forward of the 1.3B geometry with random weights, on a GPU.",
     ),
+    "bench gpu-stream": (
+        "bench_gpu_stream",
+        "Whole streams of the 1.3B geometry with random weights, by decoder, eager and compiled.",
+    ),
     "train-tiny": ("train_tiny", "Train the embedded model from nothing; goes on after a kill."),
     "eval tiny": ("eval_tiny", "Judge the embedded model on held-out prompts, beside its ceilings."),
     "compare": (

@@ -258,6 +258,7 @@ def _settings(pipe: StreamPipeline, options: StreamOptions, plan: StreamPlan) ->
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
         "attention": pipe.attention,
+        "compile": pipe.model.compile,
         "height": plan.size[0],
         "width": plan.size[1],
         "fps": config.fps,

@@ -50,6 +50,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     attention: str = "auto",
     max_streams: int = 16,
+    compile: bool = False,
     **parts: Unpack[LoadParts],
 ) -> StreamPipeline:
     """Load a model for streaming.
@@ -61,6 +62,8 @@ def load(
         dtype: of all weights; None is float32 on a CPU and bfloat16 on a GPU.
         attention: attention backend, see ``streamvid doctor``.
         max_streams: how many streams may be open at once.
+        compile: run the transformer's blocks through ``torch.compile``: the same numbers within rounding, faster from
+            the second chunk on. The first chunk of a size takes up to a minute longer.
         which: of a training checkpoint with both, ``"ema"`` or ``"generator"``; None takes the averaged (EMA) weights
             when there are any.
         lora: one adapter or several, merged in order: a path, ``"PATH@SCALE"`` or a ``lora.LoraSpec``.
@@ -95,7 +98,7 @@ def load(
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
     components = load_components(os.fspath(path_or_name), device=place, dtype=kind, **parts)
-    return StreamPipeline(components, attention=attention, max_streams=max_streams)
+    return StreamPipeline(components, attention=attention, max_streams=max_streams, compile=compile)
 
 
 class StreamPipeline:
@@ -105,15 +108,23 @@ class StreamPipeline:
         components: the parts, all on one device.
         attention: attention backend.
         max_streams: how many streams may be open at once.
+        compile: see ``load``.
     """
 
-    def __init__(self, components: Components, *, attention: str = "auto", max_streams: int = 16) -> None:
+    def __init__(
+        self,
+        components: Components,
+        *,
+        attention: str = "auto",
+        max_streams: int = 16,
+        compile: bool = False,
+    ) -> None:
         from streamvid.kernels.attention import find_backend
 
         self.components = components
         self.config = components.config
         self.attention = attention
-        self.model = CausalWan(components.transformer)
+        self.model = CausalWan(components.transformer, compile=compile)
         self.sessions = Sessions(max_streams)
         find_backend(attention, self.device, self.dtype)  # refuses one that is unknown or cannot run here
 
@@ -158,7 +169,7 @@ class StreamPipeline:
         for part in (self.transformer, self.vae, self.text_encoder):
             if part is not None:
                 part.to(place)
-        self.model = CausalWan(self.transformer)
+        self.model = CausalWan(self.transformer, compile=self.model.compile)
         return self
 
     # ---- making video -----------------------------------------------------------------------------------------------

@@ -38,6 +38,12 @@ class PromptState:
         bias[-1] = math.log(self.equal_rows)
         return k[:, :rows], v[:, :rows], bias
 
+    def image(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the image as a layer reads them, None for models without."""
+        if self.image_k is None or self.image_v is None:
+            return None
+        return self.image_k[layer], self.image_v[layer]
+
     @property
     def batch(self) -> int:
         return self.k[0].shape[0]

@@ -8,15 +8,28 @@ cross-attention keys and values come ready from a `PromptState`, and the arithme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from streamvid.block import (
+    compiled,
+    cross,
+    enter,
+    feed_forward,
+    gated,
+    layer_norm,
+    leave,
+    modulated,
+    project,
+    rms_norm,
+    split,
+)
 from streamvid.errors import StreamvidError
 from streamvid.geometry import ModelGeometry
-from streamvid.kernels.cross import AnnCA, cross_attention
+from streamvid.kernels.cross import AnnCA
 from streamvid.memory.cache import KVCache
 from streamvid.memory.fused import FusedPass
 from streamvid.modulation import Modulation, Timestep, TimeTables
@@ -26,20 +39,14 @@ if TYPE_CHECKING:
     from streamvid.stepcache.types import BlockHooks
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis: statistics in float32, cast back to the dtype of ``x``, then the weight."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight.float(), eps)
-    wide = x if x.dtype == torch.float64 else x.float()
-    return F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight.to(x.dtype)
-
-
-def layer_norm(x: Tensor, norm: Any) -> Tensor:
-    """The layer norm of a block in the dtype of ``x`` (the framework accumulates in float32)."""
-    if not isinstance(norm, torch.nn.LayerNorm):
-        return norm(x)  # models without a cross-attention norm have an identity here
-    weight, bias = (None if p is None else p.to(x.dtype) for p in (norm.weight, norm.bias))
-    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+def _module(hooks: BlockHooks, layer: int, name: str, run: Callable[[], Tensor]) -> Tensor:
+    """A module of a block under the hooks of a step cache."""
+    replacement = hooks.before_module(layer, name)
+    if replacement is not None:
+        return replacement
+    out = run()
+    replacement = hooks.after_module(layer, name, out)
+    return out if replacement is None else replacement
 
 
 def _equal_rows(embeds: Tensor) -> int:
@@ -59,15 +66,22 @@ class CausalWan:
 
     Args:
         model: the transformer, text-to-video or image-to-video, of any size.
+        compile: run the dense parts of the blocks through ``torch.compile`` (see `block.compiled`). Passes of a step
+            cache that looks into blocks run as written.
 
     Attributes:
         geometry: its sizes.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, compile: bool = False) -> None:
         self.model = model
         self.geometry = ModelGeometry.from_config(model.config)
+        self.compile = compile
         self._times = TimeTables(model)
+        self._enter: Callable[..., Any] = enter
+        self._leave: Callable[..., Any] = leave
+        if compile:
+            self._enter, self._leave = compiled(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,13 +122,15 @@ class CausalWan:
             )
         embedder, blocks = self.model.condition_embedder, self.model.blocks
         text = embedder.text_embedder(text_embeds.to(self.device, self.dtype))
+        # A compiled block would be compiled anew for every number of words.
+        equal = 1 if self.compile else _equal_rows(text_embeds)
         pairs = [self._text_kv(block.attn2, text) for block in blocks]
         k, v = zip(*pairs, strict=True)
         if image_embeds is None:
-            return PromptState(k, v, equal_rows=_equal_rows(text_embeds), rule=rule)
+            return PromptState(k, v, equal_rows=equal, rule=rule)
         image = embedder.image_embedder(image_embeds.to(self.device, self.dtype))
         image_k, image_v = zip(*[self._image_kv(block.attn2, image) for block in blocks], strict=True)
-        return PromptState(k, v, image_k, image_v, _equal_rows(text_embeds), rule)
+        return PromptState(k, v, image_k, image_v, equal, rule)
 
     @torch.no_grad()
     def __call__(
@@ -167,9 +183,9 @@ class CausalWan:
         for layer in range(last):
             h = self._block(layer, h, modulation, prompt, cache, None, None)
         shift, scale, *_ = modulation.blocks[last]
-        block = self.model.blocks[last]
-        a = self._modulated(layer_norm(h, block.norm1), shift, scale)
-        q, k, v = self._qkv(block.attn1, a, need_q=cache.observes)
+        q, k, v = self._enter(
+            self.model.blocks[last], h, shift, scale, self.geometry.heads, need_q=cache.observes
+        )
         cache.write(last, k, v, q if cache.observes else None)
 
     @torch.no_grad()
@@ -222,10 +238,9 @@ class CausalWan:
         # The last layer: the chunk to commit needs only its keys and values, the next one everything.
         block, skip = self.model.blocks[last], h.shape[1] // len(times) * x0.shape[1]
         shift, scale, *_ = modulation.blocks[last]
-        a = self._modulated(layer_norm(h, block.norm1), shift, scale)
-        q, k, v = self._qkv(block.attn1, a)
+        q, k, v = self._enter(block, h, shift, scale, self.geometry.heads)
         assert q is not None
-        attended = self._project(block.attn1, fused.attend(last, q[:, skip:], k, v))
+        attended = fused.attend(last, q[:, skip:], k, v)
         modulation = self._times(timestep, x.shape[0], frames, self.dtype, h.device)
         h = self._after_attention(last, h[:, skip:], attended, modulation, prompt)
         cache.finish_fused(fused)
@@ -271,102 +286,73 @@ class CausalWan:
         hooks: BlockHooks | None,
         tokens: Tensor | None,
     ) -> Tensor:
-        block = self.model.blocks[layer]
+        block, heads = self.model.blocks[layer], self.geometry.heads
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.blocks[layer]
+        subset = {} if tokens is None else {"tokens": tokens}
+        if hooks is None:
+            # A subset has another length in every step; compiled blocks are for fixed shapes.
+            q, k, v = (self._enter if tokens is None else enter)(block, h, shift1, scale1, heads)
+            attended = cache.attend(layer, q, k, v, **subset)
+            return self._after_attention(layer, h, attended, modulation, prompt, plain=tokens is not None)
         h_in = h
-        if hooks is not None and (replacement := hooks.before_block(layer, h)) is not None:
+        if (replacement := hooks.before_block(layer, h)) is not None:
             return replacement
 
         def self_attention() -> Tensor:
-            a = self._modulated(layer_norm(h, block.norm1), shift1, scale1)
-            q, k, v = self._qkv(block.attn1, a)
-            subset = {} if tokens is None else {"tokens": tokens}
-            out = cache.attend(layer, q, k, v, **subset)
-            return self._project(block.attn1, out)
+            q, k, v = enter(block, h, shift1, scale1, heads)
+            return project(block.attn1, cache.attend(layer, q, k, v, **subset))
 
         def cross_attention() -> Tensor:
-            return self._cross(layer, layer_norm(h, block.norm2), prompt)
+            x = layer_norm(h, block.norm2)
+            return cross(block.attn2, x, heads, prompt.text(layer), prompt.image(layer), prompt.rule)
 
-        def feed_forward() -> Tensor:
-            return block.ffn(self._modulated(layer_norm(h, block.norm3), shift2, scale2))
-
-        h = self._gated(h, self._module(hooks, layer, "self_attn", self_attention), gate1)
-        h = h + self._module(hooks, layer, "cross_attn", cross_attention)
-        h = self._gated(h, self._module(hooks, layer, "ffn", feed_forward), gate2)
-        if hooks is not None and (replacement := hooks.after_block(layer, h_in, h)) is not None:
-            return replacement
-        return h
+        h = gated(h, _module(hooks, layer, "self_attn", self_attention), gate1)
+        h = h + _module(hooks, layer, "cross_attn", cross_attention)
+        h = gated(h, _module(hooks, layer, "ffn", lambda: feed_forward(block, h, shift2, scale2)), gate2)
+        replacement = hooks.after_block(layer, h_in, h)
+        return h if replacement is None else replacement
 
     def _after_attention(
-        self, layer: int, h: Tensor, attended: Tensor, modulation: Modulation, prompt: PromptState
+        self,
+        layer: int,
+        h: Tensor,
+        attended: Tensor,
+        modulation: Modulation,
+        prompt: PromptState,
+        plain: bool = False,
     ) -> Tensor:
-        """The rest of a block once its self-attention is known; the plain path."""
-        block = self.model.blocks[layer]
-        _, _, gate1, shift2, scale2, gate2 = modulation.blocks[layer]
-        h = self._gated(h, attended, gate1)
-        h = h + self._cross(layer, layer_norm(h, block.norm2), prompt)
-        return self._gated(h, block.ffn(self._modulated(layer_norm(h, block.norm3), shift2, scale2)), gate2)
-
-    def _module(self, hooks: BlockHooks | None, layer: int, name: str, run: Any) -> Tensor:
-        if hooks is None:
-            return run()
-        replacement = hooks.before_module(layer, name)
-        if replacement is not None:
-            return replacement
-        out = run()
-        replacement = hooks.after_module(layer, name, out)
-        return out if replacement is None else replacement
-
-    def _modulated(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        """``x * scale + shift`` with tables of one row a frame (scale is 1 + the model's scale)."""
-        return torch.addcmul(shift, x.unflatten(1, (shift.shape[1], -1)), scale).flatten(1, 2)
-
-    def _gated(self, h: Tensor, out: Tensor, gate: Tensor) -> Tensor:
-        rows = gate.shape[1]
-        return torch.addcmul(h.unflatten(1, (rows, -1)), out.unflatten(1, (rows, -1)), gate).flatten(1, 2)
-
-    def _qkv(self, attn: Any, a: Tensor, need_q: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Queries (unless not needed), keys and values ``[b, n, heads, head_dim]``, normalised, not rotated."""
-        if getattr(attn, "fused_projections", False):
-            q, k, v = attn.to_qkv(a).chunk(3, dim=-1)
-        else:
-            q, k, v = attn.to_q(a) if need_q else None, attn.to_k(a), attn.to_v(a)
-        if q is not None:
-            q = self._split(rms_norm(q, attn.norm_q.weight, attn.norm_q.eps))
-        return q, self._split(rms_norm(k, attn.norm_k.weight, attn.norm_k.eps)), self._split(v)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.geometry.heads, self.geometry.head_dim))
-
-    def _project(self, attn: Any, out: Tensor) -> Tensor:
-        return attn.to_out[0](out.flatten(2))
+        """The rest of a block once its self-attention ``[b, n, heads, head_dim]`` is known, without hooks."""
+        return (leave if plain else self._leave)(
+            self.model.blocks[layer],
+            h,
+            attended,
+            modulation.blocks[layer],
+            self.geometry.heads,
+            prompt.text(layer),
+            prompt.image(layer),
+            prompt.rule,
+        )
 
     def _text_kv(self, attn: Any, text: Tensor) -> tuple[Tensor, Tensor]:
         if getattr(attn, "fused_projections", False):
             k, v = attn.to_kv(text).chunk(2, dim=-1)
         else:
             k, v = attn.to_k(text), attn.to_v(text)
-        return self._split(rms_norm(k, attn.norm_k.weight, attn.norm_k.eps)), self._split(v)
+        heads = self.geometry.heads
+        return split(rms_norm(k, attn.norm_k.weight, attn.norm_k.eps), heads), split(v, heads)
 
     def _image_kv(self, attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
         if getattr(attn, "fused_projections", False):
             k, v = attn.to_added_kv(image).chunk(2, dim=-1)
         else:
             k, v = attn.add_k_proj(image), attn.add_v_proj(image)
-        return self._split(rms_norm(k, attn.norm_added_k.weight, attn.norm_added_k.eps)), self._split(v)
-
-    def _cross(self, layer: int, x: Tensor, prompt: PromptState) -> Tensor:
-        attn = self.model.blocks[layer].attn2
-        q = self._split(rms_norm(attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps))
-        out = cross_attention(q, *prompt.text(layer), prompt.rule)
-        if prompt.image_k is not None and prompt.image_v is not None:
-            out = out + cross_attention(q, prompt.image_k[layer], prompt.image_v[layer])
-        return self._project(attn, out)
+        heads = self.geometry.heads
+        return split(rms_norm(k, attn.norm_added_k.weight, attn.norm_added_k.eps), heads), split(v, heads)
 
     def _head(self, h: Tensor, modulation: Modulation, x: Tensor, tokens: Tensor | None) -> Tensor:
         """Output norm, projection, and tokens back to ``[b, f, out_channels, h, w]``."""
         shift, scale = modulation.head
-        y = self.model.proj_out(self._modulated(layer_norm(h, self.model.norm_out), shift, scale))
+        y = self.model.proj_out(modulated(layer_norm(h, self.model.norm_out), shift, scale))
         b, f, _, height, width = x.shape
         rows, columns = self.geometry.grid(height, width)
         if tokens is not None:

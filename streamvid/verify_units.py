@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from streamvid.block import rms_norm
 from streamvid.checkpoint_formats import read_weights
 from streamvid.kernels.rope import GridRope, rotate
 from streamvid.modulation import sinusoid
 from streamvid.schedule import FlowSchedule
-from streamvid.transformer import rms_norm
 from streamvid.verify_vae import ABSOLUTE_LIMIT, Deviation
 
 

@@ -105,7 +105,7 @@ def test_a_fused_pass_that_fails_leaves_the_history(net, monkeypatch):
         run_context(net, cache, prompt, part)
     before = cache.state_dict()
     cache.begin_chunk(3)
-    monkeypatch.setattr(net, "_after_attention", lambda *a: 1 / 0)
+    monkeypatch.setattr(net, "_after_attention", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         net.fused_pass(latents(net, 3), 0.0, latents(net, 3, 5), 900.0, prompt, cache)
     cache.abort()

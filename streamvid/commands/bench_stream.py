@@ -13,7 +13,20 @@ from streamvid.commands.common import check_writable
 from streamvid.errors import StreamvidError
 from streamvid.memory.files import write_whole
 
-SETTINGS = ("model", "attention", "memory", "codec", "step_cache", "steps", "height", "width", "seed")
+SETTINGS = (
+    "model",
+    "attention",
+    "compile",
+    "memory",
+    "codec",
+    "step_cache",
+    "steps",
+    "height",
+    "width",
+    "seed",
+)
+LOADED = ("model", "attention", "compile", "steps")
+"""Settings of the pipeline rather than of a stream, and one with another name there."""
 CLOCK = (
     "text + denoising + context pass + decoder + frames on the host; loading, compiling and the first stream are "
     "outside; one reader that never waits"
@@ -28,6 +41,7 @@ def register(app: typer.Typer) -> None:
         codec: str | None = typer.Option(None, help="KV codec."),
         step_cache: str | None = typer.Option(None, help="Step cache."),
         attention: str | None = typer.Option(None, help="Attention backend."),
+        compile: bool = typer.Option(False, "--compile", help="Compile the transformer's blocks."),
         steps: int | None = typer.Option(None, min=1, help="Denoising steps."),
         height: int | None = typer.Option(None, help="Pixels."),
         width: int | None = typer.Option(None, help="Pixels."),
@@ -61,6 +75,8 @@ def register(app: typer.Typer) -> None:
             }.items()
             if value is not None
         }
+        if compile:
+            given["compile"] = True
         if settings is not None and (given or model != "tiny"):
             raise StreamvidError("give settings as flags or as a file, not both")
         if fps is not None:
@@ -103,12 +119,12 @@ def _open(settings: dict[str, Any], known: dict[tuple, Any]) -> tuple[Any, dict[
     """The pipeline of some settings, and the options of its streams."""
     import streamvid
 
-    options = {key: value for key, value in settings.items() if key not in ("model", "attention", "steps")}
+    options = {key: value for key, value in settings.items() if key not in LOADED}
     if "steps" in settings:
         options["num_inference_steps"] = settings["steps"]
-    place = settings.get("model", "tiny"), settings.get("attention", "auto")
+    place = settings.get("model", "tiny"), settings.get("attention", "auto"), settings.get("compile", False)
     if place not in known:
-        known[place] = streamvid.load(place[0], attention=place[1])
+        known[place] = streamvid.load(place[0], attention=place[1], compile=place[2])
     return known[place], options
 
 

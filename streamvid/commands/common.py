@@ -36,6 +36,12 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MACHINE),
 ]
 Attention = Annotated[str, typer.Option(help="Attention backend; see doctor.", rich_help_panel=MACHINE)]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Compile the transformer's blocks; the first chunk waits.", rich_help_panel=MACHINE
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1, max=1024, rich_help_panel=MACHINE)]
 
 NumFrames = Annotated[
@@ -87,6 +93,7 @@ def model_arguments(
     device: str | None = None,
     dtype: str | None = None,
     attention: str = "auto",
+    compile: bool = False,
     threads: int | None = None,
     **parts: Any,
 ) -> dict[str, Any]:
@@ -96,7 +103,8 @@ def model_arguments(
     if threads is not None:
         torch.set_num_threads(threads)
     given = {name: value for name, value in parts.items() if value is not None}
-    return {"path_or_name": model, "device": device, "dtype": dtype, "attention": attention, **given}
+    place = {"device": device, "dtype": dtype, "attention": attention, "compile": compile}
+    return {"path_or_name": model, **place, **given}
 
 
 def load_model(model: str, **options: Any) -> StreamPipeline:

@@ -66,6 +66,7 @@ def register(app: typer.Typer) -> None:
         device: common.Device = None,
         dtype: common.Dtype = None,
         attention: common.Attention = "auto",
+        compile: common.Compile = False,
         threads: common.Threads = None,
         as_json: common.AsJson = False,
     ) -> None:
@@ -109,6 +110,7 @@ def register(app: typer.Typer) -> None:
             device=device,
             dtype=dtype,
             attention=attention,
+            compile=compile,
             threads=threads,
             vae=vae,
             text_encoder=text_encoder,

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamvid.block import cross
 from streamvid.kernels.cross import AnnCA, cross_attention
 from streamvid.kernels.reference import reference
 from streamvid.prompt import PromptState
@@ -84,5 +85,7 @@ def test_a_prompt_with_padding_is_packed_and_one_without_is_not():
     assert state.equal_rows == 3  # as many as all items of the batch have
     whole = dataclasses.replace(state, equal_rows=1)
     x = torch.randn(2, 6, net.geometry.dim)
-    torch.testing.assert_close(net._cross(0, x, state), net._cross(0, x, whole), rtol=1e-5, atol=1e-6)
+    attn, heads = net.model.blocks[0].attn2, net.geometry.heads
+    outs = [cross(attn, x, heads, prompt.text(0), None, None) for prompt in (state, whole)]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
     assert net.prepare_prompt(torch.zeros(1, 10, net.geometry.text_dim)).equal_rows == 10

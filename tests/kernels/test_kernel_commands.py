@@ -126,3 +126,15 @@ def test_bench_gpu_forward_runs_small_on_a_cpu(tmp_path, capsys):
     assert all(row["ms"] > 0 for row in rows if "skipped" not in row)
     assert main(["bench", "gpu-forward", *small, "--windows", "3"]) == 2
     assert "two chunks" in capsys.readouterr().err
+
+
+def test_bench_gpu_stream_runs_small_on_a_cpu(tmp_path, capsys):
+    out = tmp_path / "stream.json"
+    sizes = ["--layers", "1", "--heads", "2", "--head-dim", "16", "--ffn", "32", "--latent", "4x8"]
+    run = ["bench", "gpu-stream", *sizes, "--memory", "window:size=6", "--chunks", "2", "-o", str(out)]
+    assert main([*run, "--device", "cpu", "--vae", "taehv"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["decoder"], row["compiled"]) for row in rows] == [("taehv", False), ("taehv", True)]
+    assert all(row["fps"] > 0 and row["floor_ms"]["total"] > 0 for row in rows)
+    assert main([*run, "--device", "cpu", "--vae", "vqgan"]) == 2
+    assert "allowed: taehv, wan" in capsys.readouterr().err
