@@ -218,7 +218,7 @@ def _simulate(setup: _Setup, frames: int) -> tuple[list[MemoryReport], bool]:
 
 
 def _run_chunk(cache: KVCache) -> None:
-    """One noisy pass and the context pass, all layers where the policy watches them, else as few as change bytes."""
+    """One noisy pass and the context pass: all layers where the policy watches them, else one of each kind."""
     geometry = cache.geometry
     shape = (
         geometry.batch,
@@ -229,15 +229,25 @@ def _run_chunk(cache: KVCache) -> None:
     x = torch.empty(shape, dtype=geometry.dtype, device="meta")
     watched = overrides(cache.policy, "observe") or overrides(cache.policy, "refine")
     cache.begin_chunk(cache.chunk_frames)
-    for layer in range(geometry.layers if watched else 1):
+    for layer in range(geometry.layers) if watched else _kinds(cache):
         cache.attend(layer, x, x, x)
     cache.begin_context()
     for layer in range(geometry.layers):
         if watched and layer + 1 < geometry.layers:
             cache.attend(layer, x, x, x)
         else:
-            cache.write(layer, x, x)
+            cache.write(layer, x, x, x if cache.observes else None)
     cache.commit()
+
+
+def _kinds(cache: KVCache) -> list[int]:
+    """The first layer of each kind: layers that show this chunk equally many tokens need the same scratch."""
+    kinds: dict[tuple, int] = {}
+    for layer, banks in enumerate(cache.banks):
+        views = [cache.views[layer, bank.group] for bank in banks]
+        shown = ((b.heads, v.rows, v.committed) for b, v in zip(banks, views, strict=True))
+        kinds.setdefault(tuple(shown), layer)
+    return list(kinds.values())
 
 
 def _project(setup: _Setup, frames: int | None) -> MemoryPlan:

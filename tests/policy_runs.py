@@ -53,4 +53,6 @@ def same_state(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def _known(x: Tensor) -> Tensor:
     """Never written storage (NaN) made comparable."""
+    if x.is_floating_point() and x.element_size() == 1:
+        return x.view(torch.uint8)
     return x.nan_to_num(1e9) if x.is_floating_point() else x

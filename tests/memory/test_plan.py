@@ -10,6 +10,7 @@ from streamvid.memory.cache import KVCache
 from streamvid.memory.codecs import make_codec
 from streamvid.memory.geometry import KVGeometry
 from streamvid.memory.plan import BudgetError, format_bytes, plan
+from streamvid.memory.policies import POLICIES
 
 GEOMETRY = KVGeometry(layers=2, heads=2, head_dim=32, grid=(4, 4))
 WINDOW = "window:size=9,sink=1"
@@ -86,6 +87,13 @@ def test_a_history_without_end_needs_its_length():
     with pytest.raises(ValueError, match=r"frames=\.\.\."):
         plan(GEOMETRY, None, "full")
     assert plan(GEOMETRY, 10**6, "full", "int8", frames=6).longest > 6
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_can_be_planned(policy):
+    """One that watches queries, too, whose last layer is given them without attention."""
+    shape = dataclasses.replace(GEOMETRY, layers=3, heads=4)
+    assert plan(shape, None, policy, frames=30).peak > 0
 
 
 def test_rows_are_for_people():
