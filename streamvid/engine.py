@@ -72,11 +72,12 @@ class Engine:
         side.embeds, side.prompt = embeds, self.read(embeds)
 
     def signature(self, embeds: Tensor) -> Tensor:
-        """A prompt as ``[1, heads, head_dim]``: its rows after the model's text layers, averaged (SWIFT)."""
-        rows = embeds[0][embeds[0].any(dim=-1)]
-        rows = rows if len(rows) else embeds[0][:1]
-        hidden = self.model.model.condition_embedder.text_embedder(rows)
-        return hidden.mean(0).view(1, self.model.geometry.heads, self.model.geometry.head_dim)
+        """Prompts as ``[b, heads, head_dim]``: the rows of each after the model's text layers, averaged (SWIFT)."""
+        written = embeds.any(dim=-1, keepdim=True)
+        written[:, :1] |= ~written.any(dim=1, keepdim=True)  # of an empty prompt, its first row
+        hidden = self.model.model.condition_embedder.text_embedder(embeds)
+        mean = (hidden * written).sum(1) / written.sum(1)
+        return mean.unflatten(-1, (self.model.geometry.heads, self.model.geometry.head_dim))
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def test_equals_diffusers_whole_clip(name):
     z = latents(5)
     mean, std = (torch.tensor(v)[:, None, None] for v in (vae.config.latents_mean, vae.config.latents_std))
     reference = vae.decode((z * std + mean).transpose(1, 2)).sample.transpose(1, 2)
-    torch.testing.assert_close(decode(vae, [z]), reference * 0.5 + 0.5, atol=1e-6, rtol=0)
+    torch.testing.assert_close(decode(vae, [z]), reference * 0.5 + 0.5, atol=5e-6, rtol=0)
     video = torch.rand(1, 13, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected = vae.encode((video * 2 - 1).transpose(1, 2)).latent_dist.mode().transpose(1, 2)
     torch.testing.assert_close(make_encoder(vae).encode(video), (expected - mean) / std, atol=2e-6, rtol=0)
@@ -186,7 +186,7 @@ def test_taehv_encoder_alignments():
     video = torch.rand(1, 9, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     lead = torch.cat([video[:, :1].expand(-1, 3, -1, -1, -1), video], dim=1)
     encoder = TAEHVEncoder(model)
-    torch.testing.assert_close(encoder.encode(video), encoder.encode_reference(lead), atol=1e-6, rtol=0)
+    torch.testing.assert_close(encoder.encode(video), encoder.encode_reference(lead), atol=5e-6, rtol=0)
     assert encoder.encode_reference(video).shape[1] == 3
 
 

@@ -54,7 +54,7 @@ def open_page(browser):
                 or troubles.append(f"asked {request.url}")
             ),
         )
-        page.goto(url)
+        page.goto(url, timeout=120000)  # on a busy machine the first Gradio page takes half a minute
         page.wait_for_function(MOVING, timeout=60000)
         pages.append(page)
         return page

@@ -173,5 +173,5 @@ def test_the_gradio_page_shows_the_stage_and_makes_a_clip(site, open_page):
     assert not np.array_equal(current(page)[2], 0)
     page.get_by_role("tab", name="Clip").click()
     page.get_by_role("button", name="Make the clip").click()
-    page.wait_for_selector("video[src]", timeout=60000)
+    page.wait_for_selector("video[src]", timeout=120000)
     page.wait_for_function("document.querySelector('video').videoWidth === 64", timeout=60000)

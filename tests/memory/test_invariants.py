@@ -211,6 +211,51 @@ def test_a_stream_far_from_its_beginning_still_works(name, start):
         assert all(0 <= t < 1024 for t in times), (min(times), max(times))
 
 
+BEYOND = {
+    **dict.fromkeys(("full", "kv_bias", "forcing_kv", "swift"), "the past, or the sink, at its own time"),
+    **dict.fromkeys(
+        ("tempcache", "tar_van", "tri_attention", "soft_prune"), "tokens keep the time they came from"
+    ),
+    "deep_forcing": "selected tokens keep their time while the sink moves along, as published",
+    "pyramid": "periodic heads read at published multiples of the period",
+}
+"""Policies that show keys further away than the 20 latent frames Self-Forcing models were trained on, and why."""
+
+
+@every_policy
+def test_keys_are_no_further_away_than_trained_unless_listed(name):
+    cache, most = cache_of(name), 0.0
+    for chunk in range(30):
+        run(cache, range(chunk, chunk + 1))
+        cache.begin_chunk(3)
+        for view in cache.views.values():
+            times = []
+            for entry, t in zip(view.plan.visible, view.plan.t, strict=True):
+                if entry.rope and entry.positions is not None:
+                    times += (t[0] + entry.positions[..., 0]).flatten().tolist()
+                elif entry.rope:
+                    times += t
+            assert max(times) <= max(view.plan.query_t), "no key is ahead of the queries"
+            most = max(most, max(view.plan.query_t) - min(times))
+        cache.abort()
+    assert (most > 20) == (name in BEYOND), most
+
+
+def test_the_sink_of_deep_forcing_moves_by_one_turn_from_where_it_was_stored():
+    """Two shifts are their sum because none is ever applied to stored keys: only the planned times change."""
+    cache = cache_of("deep_forcing")
+    bases = []
+    for chunk in range(20):
+        run(cache, range(chunk, chunk + 1))
+        cache.begin_chunk(3)
+        plan_ = cache.views[0, 0].plan
+        sink = [t[0] for e, t in zip(plan_.visible, plan_.t, strict=True) if e.region == "sink"]
+        assert sink == [sink[0] + i for i in range(len(sink))]
+        bases.append(sink[0])
+        cache.abort()
+    assert bases[0] == 0 and bases == sorted(bases) and bases[-1] > 20
+
+
 # ---- I8, I9, I10: determinism and the order of things ------------------------------------------------------------
 
 

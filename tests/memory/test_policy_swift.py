@@ -93,3 +93,19 @@ def test_the_stream_goes_on_and_its_snapshot_too(rho):
     assert cache.banks[0][0].slots == slots
     cache.begin_chunk(3)
     assert all(torch.isfinite(out).all() for out in noisy(cache, 1))
+
+
+def test_a_signature_is_of_each_prompt_alone(tiny_random_model):
+    from streamvid.config import StreamConfig
+    from streamvid.engine import Engine
+    from streamvid.transformer import CausalWan
+
+    engine = Engine(CausalWan(tiny_random_model), None, StreamConfig())
+    embeds = torch.randn(3, 8, engine.model.geometry.text_dim)
+    embeds[0, 5:], embeds[1, 2:], embeds[2] = 0, 0, 0
+    together = engine.signature(embeds)
+    assert together.shape == (3, engine.model.geometry.heads, engine.model.geometry.head_dim)
+    for item in range(3):
+        assert torch.allclose(together[item], engine.signature(embeds[item : item + 1])[0], atol=1e-6)
+    words = engine.model.model.condition_embedder.text_embedder(embeds[1, :2])
+    assert torch.allclose(together[1].flatten(), words.mean(0), atol=1e-6)
