@@ -143,9 +143,15 @@ def _scope(study: Study, rows: Sequence[Row], brief: bool) -> str:
         return clips
     reference = ", ".join(f"{axis} = {value}" for axis, value in study.reference.items())
     fidelity = f" PSNR and SSIM are to the same noise with {reference}." if reference else ""
+    steps = {(row["variant"].get("steps"), row["variant"].get("step_cache")) for row in rows}
+    pairs = (
+        ", *to full steps* its difference from full steps of the same prompt and noise (± the same of the pairs)"
+        if reference and len(steps) > 1
+        else ""
+    )
     return (
         f"{study.notes} {clips}{fidelity} *Judge* is the mean share of what the prompt says that holds (± half the "
-        "95 % interval over clips), *all right* the share of clips in which everything does, *change* the last "
+        f"95 % interval over clips){pairs}, *all right* the share of clips in which everything does, *change* the last "
         "segment's judge less the first's. *Peak* counts scratch and staging."
     ).strip()
 
@@ -164,12 +170,17 @@ def _table(study: Study, rows: Sequence[Row], entries: Sequence[Entry]) -> list[
     segments = any(len(entry["segments"]) > 1 for entry in entries)
     if segments:
         head.insert(3, "By segment")
+    paired = stepping and any(lead in entry["paired"] for entry in entries)
+    if paired:
+        head.insert(3, "To full steps")
     notes = _notes(entries)
     if any(notes):
         head.append("")
     lines = [head]
     for number, entry in enumerate(entries, 1):
         line = [str(number), _named(entry, varied), _with_half(entry, lead)]
+        if paired:
+            line.append(_difference(entry, lead))
         if segments:
             line.append(" ".join(_two(v) for v in entry["segments"]) or "–")
         line += [figure(_mean(entry, name), name) for name in names]
@@ -189,6 +200,16 @@ def _with_half(entry: Entry, name: str) -> str:
         return "–"
     spread = "" if stat["lo"] is None else f" ±{stat['mean'] - stat['lo']:.2f}"
     return f"{stat['mean']:.3f}{spread}"
+
+
+def _difference(entry: Entry, name: str) -> str:
+    """Against the reference of the same prompt and noise: the mean difference and half its 95 % interval."""
+    stat = entry["paired"].get(name)
+    if stat is None:
+        return "–"
+    if stat["lo"] is None:
+        return f"{stat['mean']:+.3f}"
+    return f"{stat['mean']:+.3f} ±{stat['mean'] - stat['lo']:.3f}"
 
 
 def _named(entry: Entry, varied: Sequence[str]) -> str:

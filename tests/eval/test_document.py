@@ -159,6 +159,30 @@ def test_a_cache_that_fewer_steps_beat_is_marked(tmp_path):
     assert len(marked) == 1 and "| mask |" in marked[0]
 
 
+def test_a_cache_is_compared_in_pairs_with_full_steps(tmp_path):
+    study = parse_study(
+        {
+            "prompts": ["a", "b", "c"],
+            "reference": {"step_cache": "none"},
+            "variant": [{"step_cache": "none"}, {"step_cache": "mask"}],
+        }
+    )
+    rows = []
+    for number, (prompt, judge, loss) in enumerate(
+        zip("abc", (0.9, 0.5, 1.0), (0.02, 0.01, 0.03), strict=True)
+    ):
+        for variant in study.variants:
+            cached = variant.step_cache == "mask"
+            row = rows_of(STUDY)[0] | {"variant": variant.settings(), "label": variant.step_cache}
+            row |= {"prompt": prompt, "key": f"{number}{cached}", "reference": f"{number}False"}
+            rows.append(row | {"metrics": {"judge": judge - loss * cached}, "curves": {}})
+    write_document(tmp_path / "p.md", "s", "x", [(study, rows)])
+    text = (tmp_path / "p.md").read_text()
+    assert "| # | Variant | Judge | To full steps |" in text and "*to full steps* its difference" in text
+    # The spread of the three prompts is 25 times that of the pairs.
+    assert "| 1 | none | 0.800 ±0.66 | – |" in text and "| 2 | mask | 0.780 ±0.63 | -0.020 ±0.025 |" in text
+
+
 def test_tables_keep_the_order_of_a_study_that_is_not_ranked():
     plain = dataclasses.replace(STUDY, ranked=False)
     assert [e["label"] for e in ordered(plain, rows_of(plain))] == list(JUDGE)
