@@ -86,6 +86,8 @@ class Selector:
     """Always read the current chunk."""
     last: int = 1
     """Always read this many of the newest committed frames."""
+    refresh: int = 1
+    """Chunks that one choice serves (block maps carried across chunks); 1 chooses anew in each. Read by the cache."""
 
     def __post_init__(self) -> None:
         for name, cube in (("cube", self.cube), ("queries", self.queries)):
@@ -93,6 +95,8 @@ class Selector:
                 raise ValueError(f"{name} needs three numbers (frames+rows+columns), got {cube}")
         if self.last < 0:
             raise ValueError(f"last must be 0 or more frames, got {self.last}")
+        if self.refresh < 1:
+            raise ValueError(f"refresh must be 1 or more chunks, got {self.refresh}")
 
     def blocking(self, layout: Layout, device: torch.device) -> Blocking:
         """The blocks this rule works on."""

@@ -207,7 +207,7 @@ class KVCache(History):
                 self.watch(stage, bank, view, q_group, keys)
             blocks = view.blocks
             if self.sparse is not None and tokens is None:
-                blocks = self.sparse.map(key, view, q_group, keys)
+                blocks = self.sparse.map(bank, chunk, view, q_group, keys)
             outputs.append(KVView(keys, values, heads=bank.heads, bias=view.bias, blocks=blocks))
         self._prefetch(layer + 1)
         self._calls[layer] += 1
@@ -263,6 +263,8 @@ class KVCache(History):
                 f"commit needs a complete context pass; layers {missing or 'all'} were not written"
             )
         self._note_peak()
+        if self.sparse is not None:
+            self.sparse.keep(self.all_banks())
         for bank in self.all_banks():
             self._commit_bank(bank, chunk)
         self.next_frame += chunk.count

@@ -80,6 +80,7 @@ class History:
         the sink is global and the re-cached range does not begin with it.
         """
         self._require("idle", "rebuild")
+        SparseMaps.forget(self.all_banks())
         if start < 0:
             raise ValueError(f"rebuild must start at a latent frame of 0 or more, got {start}")
         for bank in self.all_banks():
@@ -92,6 +93,7 @@ class History:
     def rewind(self, frames: int) -> None:
         """Forget the newest ``frames`` latent frames, to encode them again (micro re-cache of the last chunk)."""
         self._require("idle", "rewind")
+        SparseMaps.forget(self.all_banks())
         if not 0 < frames <= self.next_frame:
             raise ValueError(f"rewind needs 1 to {self.next_frame} latent frames, got {frames}")
         first = self.next_frame - frames
@@ -103,6 +105,7 @@ class History:
     def flush(self, keep: int = 0, *, sink: bool = True) -> None:
         """Forget all but the sink (if ``sink``) and the newest ``keep`` frames: immediate response to a new prompt."""
         self._require("idle", "flush")
+        SparseMaps.forget(self.all_banks())
         if keep < 0:
             raise ValueError(f"flush keeps 0 or more latent frames, got {keep}")
         for bank in self.all_banks():
@@ -117,12 +120,14 @@ class History:
     def prompt_changed(self, event: dict[str, Any]) -> None:
         """Tell the policy of a new prompt; ``event`` holds what it needs (for SWIFT: embeddings by head and rho)."""
         self._require("idle", "prompt_changed")
+        SparseMaps.forget(self.all_banks())
         for bank in self.all_banks():
             self.policy.on_prompt(bank, event)
 
     def scene_cut(self) -> bool:
         """A hard cut before the next chunk. True if the policy keeps its history across it; else all is forgotten."""
         self._require("idle", "scene_cut")
+        SparseMaps.forget(self.all_banks())
         kept = [self.policy.on_cut(bank) for bank in self.all_banks()]
         if not all(kept):
             self.reset()

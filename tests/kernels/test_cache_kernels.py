@@ -7,6 +7,7 @@ from kernel_cases import NO_KERNELS
 from streamvid.kernels.selectors import TopK
 from streamvid.memory.cache import KVCache
 from streamvid.memory.geometry import KVGeometry
+from streamvid.memory.sparse import CARRIED, by_age, kept_blocks
 from streamvid.memory.view import View
 from streamvid.transformer import CausalWan
 
@@ -108,3 +109,63 @@ def test_the_small_model_gives_the_same_flow_with_triton(tiny_random_model):
         cache.begin_chunk(3)
         flows.append(net(latents[1], 750.0, prompt, cache))
     torch.testing.assert_close(flows[1], flows[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_carried_map_is_the_one_chosen_before_by_age(monkeypatch):
+    """Once the window is full: chosen every third chunk, and in between the same blocks by region and age."""
+    chosen = []
+    choose = TopK.choose
+    monkeypatch.setattr(TopK, "choose", lambda *a: chosen.append(1) or choose(*a))
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache(GEOMETRY, "window:size=8,sink=2", sparse="topk:density=0.8,cube=1+2+2,refresh=3")
+    masks = []
+    for chunk in range(12):
+        cache.begin_chunk(2)
+        for stage in ("noisy", "context"):
+            if stage == "context":
+                cache.begin_context()
+            for layer in range(GEOMETRY.layers):
+                cache.attend(layer, *torch.randn(3, 1, 2 * SIZE, 2, 8, generator=generator))
+        map_ = cache.sparse._maps.get((0, 0))
+        if chunk >= 3:
+            blocks = cache.sparse._blockings[0, 0]
+            masks.append(kept_blocks(map_)[..., by_age(blocks)[0]])
+            assert torch.equal(map_.counts, torch.full_like(map_.counts, map_.counts[0, 0, 0].item()))
+        cache.commit()
+    same = [torch.equal(a, b) for a, b in zip(masks, masks[1:], strict=False)]
+    # Chunks 3 to 11; those that 3 divides choose anew, the first pair of them while the window is still filling.
+    assert same == [True, True, False, True, True, False, True, True]
+    assert len(chosen) == GEOMETRY.layers * 5  # chunks 1 and 2, whose windows still grow, and 3, 6, 9
+
+
+def test_carried_maps_survive_a_snapshot_and_not_a_change_of_the_past():
+    def go(cache, chunks):
+        outs = []
+        for chunk in chunks:
+            generator = torch.Generator().manual_seed(chunk)
+            cache.begin_chunk(2)
+            for context in (False, True):
+                if context:
+                    cache.begin_context()
+                for layer in range(GEOMETRY.layers):
+                    outs.append(cache.attend(layer, *torch.randn(3, 1, 2 * SIZE, 2, 8, generator=generator)))
+            cache.commit()
+        return outs
+
+    settings = {"sparse": "topk:density=0.3,cube=1+2+2,refresh=5"}
+    cache, other = (KVCache(GEOMETRY, "window:size=8,sink=2", **settings) for _ in range(2))
+    go(cache, range(6))
+    assert CARRIED in cache.banks[0][0].state
+    other.load_state_dict(cache.state_dict())
+    assert all(map(torch.equal, go(cache, range(6, 9)), go(other, range(6, 9))))
+    cache.begin_chunk(2)
+    cache.abort()
+    assert CARRIED in cache.banks[0][0].state
+    cache.prompt_changed({"old": None, "new": None, "rho": 0.0})
+    assert CARRIED not in cache.banks[0][0].state
+    full = [
+        KVCache(GEOMETRY, "window:size=8,sink=2", **extra)
+        for extra in ({"sparse": "topk:density=1,refresh=4"}, {})
+    ]
+    for a, b in zip(*(go(cache, range(9)) for cache in full), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
