@@ -49,6 +49,10 @@ def load_pipe(text: str, **options: Any) -> Any:
     return pipe
 
 
+UNREAD = frozenset({".md", ".csv", ".gif", ".jpg", ".mp4", ".png"})
+"""Files beside a model that no run reads: its card, logs and pictures."""
+
+
 @cache
 def files_mark(text: str) -> str:
     """Hexadecimal digits that change when the files of a model do; empty for one that is not on this machine."""
@@ -60,7 +64,7 @@ def files_mark(text: str) -> str:
         return ""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if not file.is_file():
+        if not file.is_file() or file.suffix in UNREAD:
             continue
         size = file.stat().st_size
         digest.update(f"{file.relative_to(path) if path.is_dir() else file.name} {size}\n".encode())

@@ -251,6 +251,17 @@ def test_other_weights_under_the_same_name_are_other_clips(tmp_path):
     assert files_mark("no/such-model") == ""
 
 
+def test_a_models_card_and_logs_are_not_the_model(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"1234")
+    marks = []
+    for name in (None, "README.md", "log.csv", "config.json"):
+        if name:
+            (tmp_path / name).write_text("x")
+        files_mark.cache_clear()
+        marks.append(files_mark(str(tmp_path)))
+    assert marks[0] == marks[1] == marks[2] != marks[3]
+
+
 def test_a_policy_that_needs_a_head_profile_gets_one_of_the_model(tiny_random_folder):
     from streamvid.eval.render import StreamRenderer
 
