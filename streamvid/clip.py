@@ -126,6 +126,8 @@ def write_clip(
         ]
         if on_start is not None:
             on_start(stream)
+        if progress is not None:
+            progress(0, stream)
         stats = _write(stream, writer, progress)
     return {
         "path": str(path),

@@ -293,7 +293,9 @@ class CausalWan:
             # A subset has another length in every step; compiled blocks are for fixed shapes.
             q, k, v = (self._enter if tokens is None else enter)(block, h, shift1, scale1, heads)
             attended = cache.attend(layer, q, k, v, **subset)
-            return self._after_attention(layer, h, attended, modulation, prompt, plain=tokens is not None)
+            # So are rules that choose prompt tokens, whose hashes are kept between calls.
+            plain = tokens is not None or prompt.rule is not None
+            return self._after_attention(layer, h, attended, modulation, prompt, plain=plain)
         h_in = h
         if (replacement := hooks.before_block(layer, h)) is not None:
             return replacement

@@ -100,6 +100,8 @@ BAD = {
     "second cpu": (["--device", "cpu:1"], "not supported (allowed: cpu"),
     "apple": (["--device", "mps"], "has no float64"),
     "dtype": (["--dtype", "int3"], "unknown dtype"),
+    "prompt tokens": (["--cross", "annca:density=2"], "density must be above 0"),
+    "block maps": (["--sparse", "topk:refresh=0"], "refresh must be 1 or more"),
     "image": (["--image", "x.png"], "this model takes no image"),
     "video": (["--video", "x.mp4"], "no such file"),
 }
@@ -111,7 +113,7 @@ def test_a_mistake_is_one_line_exit_2_and_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words, said = BAD[name]
-    assert run("generate", "a", "-m", tiny_random_folder, *SMALL, "--json", *words) == 2
+    assert run("generate", "a", "-m", tiny_random_folder, *SMALL, *words) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
     assert not list(tmp_path.iterdir())

@@ -141,7 +141,10 @@ def show_settings(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Progress | None]:
-    """A bar on standard error with frames a second and the bytes of the memory of the past."""
+    """A bar on standard error with frames a second and the bytes of the memory of the past.
+
+    It appears with the first report, so that a mistake found before is nothing but its sentence.
+    """
     if quiet:
         yield None
         return
@@ -157,15 +160,23 @@ def show_progress(label: str, total: int | None, *, quiet: bool) -> Iterator[Pro
         TextColumn("memory {task.fields[memory]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(escape(label), total=total, speed="-", memory="-")
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(escape(label), total=total, speed="-", memory="-")
 
-        def update(frames: int, stream: VideoStream) -> None:
-            stats = stream.stats()
-            held = sum(report["total"] for report in stats["memory"].values())
-            bar.update(task, completed=frames, speed=f"{stats['fps']:.1f}", memory=f"{held / 2**20:.1f} MiB")
+    def update(frames: int, stream: VideoStream) -> None:
+        if not frames:
+            bar.reset(task)
+            bar.start()
+            return
+        stats = stream.stats()
+        held = sum(report["total"] for report in stats["memory"].values())
+        bar.update(task, completed=frames, speed=f"{stats['fps']:.1f}", memory=f"{held / 2**20:.1f} MiB")
 
+    try:
         yield update
+    finally:
+        if bar.live.is_started:  # stopping prints a line
+            bar.stop()
 
 
 def check_writable(path: Path) -> None:
