@@ -28,6 +28,7 @@ from streamvid.locate import NAMED, Source, locate, resolve, tokenizer_beside
 from streamvid.lora import LoraSpec, merge_lora
 from streamvid.text import TextEncoder, UMT5TextEncoder
 from streamvid.vae import vae_geometry
+from streamvid.vae_cpu import use_onednn
 
 __all__ = ["NAMED", "Components", "load_components", "load_text_encoder", "load_transformer", "load_vae"]
 
@@ -137,7 +138,8 @@ def load_vae(
     """An `AutoencoderKLWan` or `TAEHV` from a file, its folder, or a whole model's folder. Raises CheckpointError."""
     if (path / "vae").is_dir():
         path = path / "vae"
-    return load_model(read_weights(path), ("vae", "taehv"), "vae", device=device, dtype=dtype, config=config)
+    model = load_model(read_weights(path), ("vae", "taehv"), "vae", device=device, dtype=dtype, config=config)
+    return use_onednn(model)
 
 
 def load_text_encoder(

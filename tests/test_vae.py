@@ -1,5 +1,6 @@
 """Streaming autoencoders: any split of a video is the same video, streams are independent, golden cases."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from streamvid.errors import StreamvidError
 from streamvid.taehv import TAEHV, TAEHVConfig, infer_config, trim_grows
 from streamvid.vae import VaeGeometry, make_decoder, make_encoder, vae_geometry
+from streamvid.vae_cpu import use_onednn
 from streamvid.vae_taehv import TAEHVEncoder
 from streamvid.verify_vae import VERIFIERS
 
@@ -206,3 +208,26 @@ def test_wrong_input_is_one_sentence():
         make_decoder(torch.nn.Identity())
     with pytest.raises(StreamvidError, match="latents_mean has 16"):
         make_decoder(tiny_random.random_vae(latents_mean=[0.0] * 16))
+
+
+@pytest.mark.parametrize("name", list(WAN_VARIANTS))
+def test_convolutions_through_onednn_are_the_same_and_training_is_left_alone(name, monkeypatch):
+    plain, fast = build(name), use_onednn(build(name))
+    z = latents(5)
+    torch.testing.assert_close(decode(fast, [z]), decode(plain, [z]), atol=5e-6, rtol=0)
+    video = torch.rand(1, 9, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    if name != "time 8x":
+        codes = [make_encoder(vae).encode(video) for vae in (plain, fast)]
+        torch.testing.assert_close(*codes, atol=5e-6, rtol=1e-5)
+    assert all(torch.equal(decode(fast, z.split(n, dim=1)), decode(fast, [z])) for n in (1, 2))
+    calls = []
+    inner = torch.mkldnn_convolution
+    monkeypatch.setattr(torch, "mkldnn_convolution", lambda *a: calls.append(1) or inner(*a))
+    decode(copy.deepcopy(fast), [z[:, :1]])
+    assert calls
+    calls.clear()
+    fast.requires_grad_(True)
+    conv = next(m for m in fast.decoder.modules() if isinstance(m, torch.nn.Conv3d))
+    shape = (1, conv.in_channels, 3, 8, 8)
+    conv(torch.randn(shape)).sum().backward()
+    assert conv.weight.grad is not None and not calls
