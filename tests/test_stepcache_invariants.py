@@ -227,7 +227,14 @@ def test_a_cancelled_chunk_leaves_no_trace(name, kind, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["mask:skip=1+2+3", "taocache:skip=2", "adams:skip=2+3,order=2", "tokens:ratio=0.25"]
+    "text",
+    [
+        "mask:skip=1+2+3",
+        "taocache:skip=2",
+        "adams:skip=2+3,order=2",
+        "tokens:ratio=0.25",
+        "carry:threshold=1000",
+    ],
 )
 def test_i10_x0_reuse_is_exact_for_a_constant_answer(text):
     sampler = sampler_of("fresh")

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from streamvid.pipeline import StreamPipeline
 
 FEW_STEP = (
-    "mask:skip=2", "mask:skip=1", "mask:skip=1+2", "tokens:ratio=0.5", "tokens:ratio=0.25", "taocache:skip=2",
-    "adams:skip=2", "exit", "motion", "mask:skip=2 + guard", "fused",
+    "mask:skip=2", "mask:skip=1", "mask:skip=1+2", "tokens:ratio=0.5", "tokens:ratio=0.25", "carry",
+    "carry:refresh=16", "blockmap:steps=1", "taocache:skip=2", "adams:skip=2", "exit", "motion",
+    "mask:skip=2 + guard", "fused",
 )  # fmt: skip
 MANY_STEP = (
     "mask:full_steps=16", "taocache:every=3,start=0.2", "adams:every=3,start=0.2", "teacache", "magcache",
-    "seacache", "flowcache", "fastercache", "pab", "firstblock", "dbcache", "taylorseer", "adacache", "mixcache",
+    "seacache", "flowcache", "carry:threshold=0.05,scope=chunk",
+    "fastercache", "pab", "firstblock", "dbcache", "taylorseer", "adacache", "mixcache",
     "unicp", "adacorrection", "blocks", "lightningcp",
 )  # fmt: skip
 

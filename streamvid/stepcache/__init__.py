@@ -11,6 +11,8 @@ from streamvid.stepcache.adacache import AdaCache
 from streamvid.stepcache.adacorrection import AdaCorrection
 from streamvid.stepcache.base import NoCache, Session, StepCache
 from streamvid.stepcache.block_cache import BlockCache
+from streamvid.stepcache.block_map import BlockMap
+from streamvid.stepcache.carry import CarriedMaps
 from streamvid.stepcache.dbcache import DBCache, FirstBlockCache
 from streamvid.stepcache.early_exit import EarlyExit
 from streamvid.stepcache.extrapolate import AdamsBashforth, TaoCache
@@ -35,8 +37,8 @@ from streamvid.stepcache.variance_guard import VarianceGuard
 
 _METHODS: tuple[type[StepCache], ...] = (
     # few steps with fresh noise, and any sampling
-    NoCache, StaticMask, TokenSubset, TaoCache, AdamsBashforth, EarlyExit, MotionPrior, VarianceGuard,
-    FusedContext, # many steps
+    NoCache, StaticMask, TokenSubset, CarriedMaps, BlockMap, TaoCache, AdamsBashforth, EarlyExit, MotionPrior,
+    VarianceGuard, FusedContext, # many steps
     TeaCache, MagCache, SeaCache, FlowCache, FasterCache, PyramidBroadcast, FirstBlockCache, DBCache,
     TaylorSeer, AdaCache, MixCache, UniCP, AdaCorrection, BlockCache, StaticRegions,
 )  # fmt: skip

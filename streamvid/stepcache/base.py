@@ -33,7 +33,7 @@ from streamvid.stepcache.types import (
     StepOutput,
 )
 
-FEW_STEP_CACHES = "mask, tokens, taocache, adams, exit, motion, guard, fused"
+FEW_STEP_CACHES = "mask, tokens, carry, blockmap, taocache, adams, exit, motion, guard, fused"
 
 
 @state_type

@@ -3,7 +3,7 @@
 Its MAGI variant compares the embedded latent from step to step; the embedding is linear, and the latent
 itself is compared here. In a stream with one chunk in flight the chunk-wise rule is what every session does
 (state starts anew with each chunk); what remains of FlowCache is its distance, its warm-up and its last
-full step. For few-step sampling the idea survives as ``motion`` (a prior across chunks).
+full step. What one chunk tells of the next is ``carry`` (and, for few steps, ``motion`` and ``blockmap``).
 """
 
 from __future__ import annotations

@@ -47,6 +47,15 @@ def normalise(score: Tensor) -> Tensor:
     return (score - low) / (high - low).clamp_min(1e-12)
 
 
+def spread(score: Tensor, radius: int) -> Tensor:
+    """Each place of maps ``[n, rows, cols]`` or ``[rows, cols]`` takes the highest value within ``radius`` of it."""
+    if not radius:
+        return score
+    maps = score if score.ndim == 3 else score[None]
+    wide = torch.nn.functional.max_pool2d(maps[:, None], 2 * radius + 1, stride=1, padding=radius)[:, 0]
+    return wide.view_as(score)
+
+
 def select_tokens(score: Tensor, ratio: float, *, vote: bool, dilate: int, multiple: int = 1) -> Tensor:
     """The ``ratio`` of tokens with the highest score, as ascending raster indices ``[n]`` int64.
 
@@ -59,9 +68,7 @@ def select_tokens(score: Tensor, ratio: float, *, vote: bool, dilate: int, multi
         object.
     """
     frames, rows, cols = score.shape
-    if dilate:
-        size = 2 * dilate + 1
-        score = torch.nn.functional.max_pool2d(score[:, None], size, stride=1, padding=dilate)[:, 0]
+    score = spread(score, dilate)
     if vote:
         places = rows * cols
         count = min(places, max(1, math.ceil(ratio * places / multiple) * multiple))
