@@ -125,6 +125,17 @@ def test_places_that_move_now_are_run_though_they_were_still_when_measured():
     assert model.ran(2) == {0: None, 1: [0, 1, 4, 5], 2: [0, 1, 4, 5], 3: None}
 
 
+def test_it_works_beside_another_cache_that_skips_what_it_would_measure():
+    model = Scripted(still())
+    model.run(opened("mask:skip=1 + carry:threshold=0.1"), 3)
+    assert model.ran(0) == {0: None, 1: None, 2: None, 3: None}
+    assert model.ran(1) == model.ran(2) == {0: None, 3: None}
+    late = Scripted(still())
+    session = opened("mask:skip=1 + carry:threshold=0.1,refresh=2")
+    late.run(session, 4)
+    assert [len(late.ran(chunk)) for chunk in range(4)] == [4, 2, 3, 2]  # chunk 2 is measured without step 1
+
+
 def test_other_grids_fall_back_to_full():
     session, model = opened("carry:threshold=0.1"), Scripted(still())
     model.run(session, 1)

@@ -57,11 +57,15 @@ def test_neutral_is_bit_equal_and_lively_skips(pipes, plain, name, kind):
     assert torch.equal(out[:3], plain[kind][:3])
 
 
-def test_the_context_pass_leaves_what_a_full_run_leaves_for_the_same_latents(pipes):
-    options = {"step_cache": "mask:full_steps=2", "output_type": "latent", "height": 32, "width": 32}
+@pytest.mark.parametrize(
+    "text", ["mask:full_steps=2", "carry:threshold=1.2,dilate=0", "blockmap:threshold=1"]
+)
+def test_the_context_pass_leaves_what_a_full_run_leaves_for_the_same_latents(pipes, text):
+    options = {"step_cache": text, "output_type": "latent", "height": 32, "width": 32}
     with pipes["fresh"].stream(PROMPT, **options) as stream:
         list(itertools.islice(stream.chunks(), 2))
         engine, state = stream._engine, stream._state
+        assert state.step_cache.accounting.compute_fraction < 1
         engine.finish(state)
         side, rows = state.sides["cond"], 6 * 4
 
@@ -93,7 +97,15 @@ def test_a_subset_of_all_tokens_equals_a_full_step(pipes, order):
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["tokens:ratio=0.5 + guard", "taocache:skip=2", "motion:threshold=1.1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "tokens:ratio=0.5 + guard",
+        "taocache:skip=2",
+        "motion:threshold=1.1",
+        "carry:threshold=1.2,dilate=0 + blockmap:threshold=1",
+    ],
+)
 def test_a_snapshot_goes_on_bit_for_bit(pipes, spec, tmp_path):
     pipe = pipes["fresh"]
     whole, _ = run(pipe, spec, chunks=4)

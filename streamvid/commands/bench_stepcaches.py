@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FEW_STEP = (
     "mask:skip=2", "mask:skip=1", "mask:skip=1+2", "tokens:ratio=0.5", "tokens:ratio=0.25", "carry",
-    "carry:refresh=16", "blockmap:steps=1", "taocache:skip=2", "adams:skip=2", "exit", "motion",
+    "carry:refresh=16", "blockmap:threshold=0.2,steps=1", "taocache:skip=2", "adams:skip=2", "exit", "motion",
     "mask:skip=2 + guard", "fused",
 )  # fmt: skip
 MANY_STEP = (

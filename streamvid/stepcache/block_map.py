@@ -125,7 +125,7 @@ class BlockMap(StepCache):
     knob: ClassVar[tuple[str, ...]] = tuple(f"blockmap:threshold={v}" for v in (0, 0.02, 0.1, 10))
     session_type = _Session
 
-    threshold: float = 0.1
+    threshold: float = 0.2
     """Summed turn of the blocks left out of a step, each 0 (none) to 2; 0 never skips."""
     steps: tuple[int, ...] = ()
     """Steps in which blocks may be left out; empty: all but the first and the last."""

@@ -19,6 +19,7 @@ one a chunk (``scope=chunk``, FlowCache's own grain); its KV compression is a ma
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -118,8 +119,11 @@ class _Session(Session):
         motion = spread(motion / level, s.dilate)
         self.last_frame = x0[:, -1].clone()
         self.age += 1
-        if set(self.changes) >= set(range(1, steps)):
-            rest = [self.changes[step] for step in range(1, steps)]
+        complete = set(self.changes) >= set(range(1, steps))
+        if complete or (self.places is None and self.changes):
+            # A step that another cache of a stack skipped has no measure; carried on its own, it is run.
+            unknown = torch.full_like(motion, math.inf)
+            rest = [self.changes.get(step, unknown) for step in range(1, steps)]
             self.measured = torch.stack([torch.zeros_like(motion), *rest])
             self.moving = (self.measured * motion).sum((1, 2)) / motion.sum().clamp_min(1e-12)
             self.age = 0
