@@ -29,9 +29,9 @@ def register(app: typer.Typer) -> None:
         from streamvid.commands.common import check_writable
         from streamvid.errors import StreamvidError
         from streamvid.eval.machine import card_line, machine_card
+        from streamvid.eval.random_stream import DECODERS, stream_rows
         from streamvid.eval.store import plain
         from streamvid.memory.files import write_whole
-        from streamvid.stream_bench import DECODERS, stream_rows
 
         target = torch.device(device)
         if target.type == "cuda" and not torch.cuda.is_available():

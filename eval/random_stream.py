@@ -15,6 +15,8 @@ from torch import Tensor
 
 from streamvid.checkpoints import Components
 from streamvid.config import StreamConfig
+from streamvid.eval.floor import measure_limits
+from streamvid.eval.speed import Plan, measure_speed
 from streamvid.forward_bench import random_model
 from streamvid.pipeline import StreamPipeline
 
@@ -70,9 +72,6 @@ def stream_rows(
         memory: policy; None is a window of 21 latent frames.
         chunks: in the steady state.
     """
-    from streamvid.eval.floor import measure_limits
-    from streamvid.eval.speed import Plan, measure_speed
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     transformer = random_model(**sizes, device=device, dtype=dtype).model
     config = StreamConfig(height=grid[0] * 8, width=grid[1] * 8)
