@@ -341,12 +341,12 @@ at("webcam").onclick = async () => {
     const recorder = new MediaRecorder(source, { mimeType: "video/webm" });
     recorder.ondataavailable = ({ data }) => beginWith("webcam.webm", data);
     recorder.start();
-    at("begin-line").textContent = "recording two seconds …";
+    at("begin-line").textContent = "recording four seconds …";
     setTimeout(() => {
       recorder.stop();
       source.getTracks().forEach((track) => track.stop());
       at("begin-line").textContent = "The stream goes on from your webcam.";
-    }, 2000);
+    }, 4000);
   } catch (error) {
     toast(`the webcam cannot be used: ${error.message}`);
   }
